@@ -57,6 +57,11 @@ def of_process(proc: Path = PROC) -> list[Bound]:
     return bounds[:BOUNDS_MAX]
 
 
+def can_touch(size: int, proc: Path = PROC) -> bool:
+    """Whether the machine and this process's control groups have so much memory left, for what is mapped already."""
+    return all(bound.usable >= size for bound in (of_machine(proc), *_groups(proc)))
+
+
 def _address_space(proc: Path) -> Iterator[Bound]:
     match = re.search(r"^Max address space +(\d+)", _text(proc / "self/limits"), re.MULTILINE)
     if match:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from socket import AF_UNIX, socket
 
@@ -33,6 +35,8 @@ from holdfast_formats.errors import (
     StaleAttempt,
     StateMismatch,
 )
+from holdfast_formats.staging import arena
+from holdfast_formats.staging.slot_pages import have_pages
 from tests.daemons import RunningDaemon, running, wait_until
 
 
@@ -429,6 +433,37 @@ def test_the_first_save_finds_its_memory_ready(daemon: RunningDaemon, run: str) 
         state["optim"].step()
         checkpointer.save(1, wait="durable")
         assert checkpointer._reservation.slots is prepared
+
+
+def segment_of(run: str) -> int:
+    """The descriptor of its only rank's shared memory."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that of the listing itself
+            if f"memfd:holdfast-{run}-rank0" in os.readlink(entry):
+                return int(entry.name)
+    raise AssertionError("no shared memory")
+
+
+def test_the_memory_of_one_slot_is_prepared_and_of_another_when_it_is_needed(daemon: RunningDaemon, run: str) -> None:
+    """A save that cannot have the first slot, which here is being read, begins in a second one, and its pages are prepared
+    meanwhile; once more after the daemon has returned them.
+    """
+    with Checkpointer(run, {"x": torch.ones(2**18)}, at=daemon.socket) as checkpointer:
+        checkpointer.prepare(wait=True)
+        slots, fd = checkpointer._reservation.slots, segment_of(run)
+        assert slots is not None and have_pages(fd, slots.geometry) == {0} and slots.is_ready(0)
+        checkpointer.save(1, wait="durable")
+        assert have_pages(fd, slots.geometry) == {0}
+        reading = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+        fcntl.fcntl(reading, fcntl.F_OFD_SETLK, arena.slot_lock(slots.geometry, 0, fcntl.F_RDLCK))
+        for step in (2, 3):
+            checkpointer.save(step, wait="durable")
+            checkpointer._reservation._touching[-1].join()
+            assert have_pages(fd, slots.geometry) == {0, 1} and slots.is_ready(1)
+            assert len(checkpointer._reservation._touching) == step
+            arena.mark_emptied(slots.memory, slots.geometry, 1)
+            assert not slots.is_ready(1)
+        os.close(reading)
 
 
 def test_a_closed_checkpointer_refuses_to_save(daemon: RunningDaemon, run: str) -> None:

@@ -27,6 +27,7 @@ from holdfast.stage.cuda_copy import DeviceCopy, Lane
 from holdfast.stage.slots import Slots
 from holdfast.stage.staging import Copy
 from holdfast_formats.errors import TornSnapshot
+from holdfast_formats.staging import arena
 from tests.client.stage.test_background_copy import (
     Ended,
     by_data,
@@ -377,11 +378,11 @@ def test_slots_that_cannot_be_page_locked_are_used_as_they_are(
     with Checkpointer("pageable", {"w": torch.randn(5000)}, at=daemon.socket) as checkpointer:
         checkpointer.prepare(wait=True)
         slots = checkpointer._reservation.slots
-        assert slots is not None and slots.pinned is None, "nothing is locked for a state without GPUs"
+        assert slots is not None and slots.may_pin, "nothing is locked for a state without GPUs"
         with caplog.at_level(logging.WARNING, "holdfast"):
             for _ in range(2):
-                cuda_copy.pin(slots, [torch.device("cuda", 0)])
-        assert slots.pinned is False and len(caplog.records) == 1 and "cannot be page-locked" in caplog.text
+                cuda_copy.pin(slots, 0, [torch.device("cuda", 0)])
+        assert not slots.may_pin and len(caplog.records) == 1 and "cannot be page-locked" in caplog.text
         checkpointer.save(1, wait="durable")
 
 
@@ -405,13 +406,25 @@ class Runtime:
         return 0
 
 
-def test_slots_are_page_locked_whole_and_once_and_unlocked_before_they_go(
-    daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each segment is locked from its first byte on and unlocked at that address: when it is outgrown, and at the end."""
-    runtime, home = Runtime(), [torch.device("cuda", 0)]
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """In place of the CUDA runtime."""
+    runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    return runtime
+
+
+GPUS = [torch.device("cuda", 0)]
+
+
+def place(slots: Slots, slot: int) -> int:
+    """The address of a slot."""
+    return torch.frombuffer(slots.memory, dtype=torch.uint8).data_ptr() + slots.geometry.header_offset(slot)
+
+
+def test_slots_are_page_locked_whole_and_once_and_unlocked_before_they_go(daemon: RunningDaemon, runtime: Runtime) -> None:
+    """Each slot is locked from its first byte on and unlocked at that address: when it is outgrown, and at the end."""
     state, expected = {"w": {"0": torch.randn(5000)}}, []
     with Checkpointer("locked", state, at=daemon.socket) as checkpointer:
         for step in (1, 2):
@@ -419,25 +432,37 @@ def test_slots_are_page_locked_whole_and_once_and_unlocked_before_they_go(
             slots = checkpointer._reservation.slots
             assert slots is not None
             for _ in range(2):
-                cuda_copy.pin(slots, home)
-            address = torch.frombuffer(slots.memory, dtype=torch.uint8).data_ptr()
-            assert slots.pinned and runtime.calls == [*expected, ("lock", address, len(slots.memory))]
-            expected = [*runtime.calls, ("unlock", address, 0)]
+                cuda_copy.pin(slots, 1, GPUS)
+            assert runtime.calls == [*expected, ("lock", place(slots, 1), slots.geometry.slot_bytes)]
+            expected = [*runtime.calls, ("unlock", place(slots, 1), 0)]
             state["w"][str(step)] = torch.randn(500_000)
-    assert runtime.calls == expected and not slots.pinned
-    cuda_copy.pin(slots, home)
-    assert runtime.calls == expected, "nobody locks what is given back"
+    assert runtime.calls == expected and not slots.may_pin
+    cuda_copy.pin(slots, 1, GPUS)
+    assert runtime.calls == expected, "what is given back is not locked"
 
 
-def test_slots_that_nobody_has_any_more_are_unlocked(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_whose_memory_was_returned_is_unlocked_before_the_next_save(daemon: RunningDaemon, runtime: Runtime) -> None:
+    """A device writes to the pages that were locked, which are no longer the slot's: it is locked again before that."""
+    with Checkpointer("emptied", {"w": torch.randn(5000)}, at=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+        slots = checkpointer._reservation.slots
+        assert slots is not None
+        for slot in (0, 1):
+            cuda_copy.pin(slots, slot, GPUS)
+        arena.mark_emptied(slots.memory, slots.geometry, 1)
+        before = len(runtime.calls)
+        checkpointer.save(2, wait="durable")
+        assert runtime.calls[before:] == [("unlock", place(slots, 1), 0)]
+        cuda_copy.pin(slots, 1, GPUS)
+        assert runtime.calls[before + 1 :] == [("lock", place(slots, 1), slots.geometry.slot_bytes)]
+
+
+def test_slots_that_nobody_has_any_more_are_unlocked(daemon: RunningDaemon, runtime: Runtime) -> None:
     """Without `close()`, too, pages are unlocked before the memory is unmapped."""
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     with Checkpointer("lost", {"w": torch.randn(5000)}, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
         slots = Slots(checkpointer._session._link, 1, 2**16, 2**16)
-        cuda_copy.pin(slots, [torch.device("cuda", 0)])
+        cuda_copy.pin(slots, 0, GPUS)
         del slots
         gc.collect()
         assert [kind for kind, *_ in runtime.calls] == ["lock", "unlock"]
@@ -527,8 +552,8 @@ def test_cuda_slots_are_page_locked_until_they_are_gone(tmp_path: Path) -> None:
         checkpointer = Checkpointer("locked", {"w": torch.zeros(2**20, device="cuda")}, at=daemon.socket)
         checkpointer.prepare(wait=True)
         slots = checkpointer._reservation.slots
-        assert slots is not None and slots.pinned
-        memory = torch.frombuffer(slots.memory, dtype=torch.uint8)
+        assert slots is not None and slots.pins.keys() == {0}
+        memory = torch.frombuffer(slots.data(0), dtype=torch.uint8)
         assert memory.is_pinned()
         checkpointer.save(1, wait="durable")
         checkpointer.close()

@@ -7,9 +7,11 @@ import logging
 import mmap
 import os
 
+from holdfast_formats import memory_bounds
 from holdfast_formats.errors import CheckpointError, GenerationDropped
 from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState
+from holdfast_formats.staging.slot_pages import have_pages, in_order
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +19,8 @@ log = logging.getLogger(__name__)
 def take_slot(fd: int, step: int, attempt: int) -> int | None:
     """Lease a slot of the segment for the step; None if all are in use.
 
-    Prefers the slot that the last daemon had leased for this step without answering. Then free slots, oldest step
-    first, because a free slot may contain the in-memory checkpoint.
+    Prefers the slot that the last daemon had leased for this step without answering. Then free slots: those with memory,
+    then others if there is memory for them; oldest step first, because one may contain the in-memory checkpoint.
     """
     try:
         with mmap.mmap(fd, os.fstat(fd).st_size) as mapped, memoryview(mapped) as memory:
@@ -27,8 +29,11 @@ def take_slot(fd: int, step: int, attempt: int) -> int | None:
             for header, slot in headers:
                 if (header.state, header.step, header.attempt) == (SlotState.LEASED, step, attempt):
                     return slot
-            free = [(header.step, slot) for header, slot in headers if header.state is SlotState.FREE]
-            return next((slot for _, slot in sorted(free) if _lease(fd, memory, geometry, slot, (step, attempt))), None)
+            steps = {slot: header.step for header, slot in headers if header.state is SlotState.FREE}
+            with_pages = have_pages(fd, geometry)
+            may_grow = bool(steps.keys() & with_pages) or memory_bounds.can_touch(geometry.slot_bytes)
+            free = in_order(steps, with_pages, steps.__getitem__, may_grow)
+            return next((slot for slot in free if _lease(fd, memory, geometry, slot, (step, attempt))), None)
     except (CheckpointError, OSError, ValueError) as error:
         log.info("cannot take a slot without a daemon: %s", error)
         return None

@@ -36,22 +36,23 @@ class Mapping:
         shown = memoryview(room)[skipped : skipped + size]
         self.memory = shown if write else shown.toreadonly()
 
-    def touch(self, stop: threading.Event) -> bool:
-        """Touch every page, with large pages as long as there are any; False if `stop` was set before the end."""
-        large = True
-        for start in range(0, self._size, TOUCH_BYTES):
-            size = min(TOUCH_BYTES, self._size - start)
-            large = large and self._put_large(start, size, stop)
+    def touch(self, begin: int, end: int, stop: threading.Event) -> bool:
+        """Touch every page of a range, with large pages as long as there are any; False if `stop` was set before the end."""
+        large, start = True, begin
+        while start < end:
+            until = min(start - start % TOUCH_BYTES + TOUCH_BYTES, end)
+            large = large and self._put_large(start, until, stop)
             if stop.is_set():
                 return False
-            if not self._advise(start, size, _POPULATE_WRITE):
+            if not self._advise(start, until - start, _POPULATE_WRITE):
                 log.info("shared memory cannot be faulted in ahead of time: %s", os.strerror(ctypes.get_errno()))
                 break
+            start = until
         return True
 
-    def _put_large(self, start: int, size: int, stop: threading.Event) -> bool:
+    def _put_large(self, start: int, end: int, stop: threading.Event) -> bool:
         """Make large pages of these bytes, until `stop` is set; False if none are available."""
-        for page in range(start, start + size - LARGE_BYTES + 1, LARGE_BYTES):
+        for page in range(-(-start // LARGE_BYTES) * LARGE_BYTES, end - LARGE_BYTES + 1, LARGE_BYTES):
             if stop.is_set():
                 break
             if not self._advise(page, mmap.PAGESIZE, _POPULATE_WRITE) or not self._advise(page, LARGE_BYTES, _COLLAPSE):

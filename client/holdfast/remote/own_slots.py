@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.threads import at_exit
+from holdfast_formats import memory_bounds
 from holdfast_formats.errors import ArenaFull, CheckpointError, LimitExceeded, StateMismatch
 from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.rest import bodies
@@ -17,6 +18,7 @@ from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState
 from holdfast_formats.staging.messages import SlotRequest
 from holdfast_formats.staging.room import SegmentRoom, fewer_notice, fitting, not_created
+from holdfast_formats.staging.slot_pages import RecentNeed, in_order
 
 JOIN_POLL_S = 0.02
 
@@ -59,6 +61,7 @@ class OwnSegment:
         self.memory = memoryview(self._map)
         self._changed = threading.Condition()
         self._free = set(range(geometry.slots))
+        self._used, self._need = set[int](), RecentNeed()  # slots that have memory
         self._lost: CheckpointError | None = None
         arena.write_superblock(self.memory, geometry)
         for slot in self._free:
@@ -67,24 +70,39 @@ class OwnSegment:
     def lease(self, step: int, attempt: int, wait_s: float) -> int:
         """Lease a free slot; waits up to `wait_s` seconds for one, then raises `ArenaFull`."""
         with self._changed:
-            free = self._changed.wait_for(lambda: self._free or self._lost, wait_s)
+            self._changed.wait_for(lambda: self._next() or self._lost, wait_s)
             if self._lost is not None:
                 raise self._lost
+            free = self._next()
             if not free:
                 raise ArenaFull(
-                    f"all {self.geometry.slots} slots are occupied by saves that are not yet uploaded and written",
+                    f"all {self.geometry.slots} slots are occupied by saves that are not yet uploaded and written"
+                    + (", and there is no memory for another one" if self._free else ""),
                     hint="save less often, use a faster link to the daemon, or give the checkpointer more slots",
                 )
-            slot = min(self._free)
+            slot = free[0]
             self._free.remove(slot)
+            self._used.add(slot)
+            self._need.note(self.geometry.slots - len(self._free))
         arena.write_header(self.memory, self.geometry, slot, SlotHeader(SlotState.LEASED, step, attempt, 0, 0, 0))
         return slot
 
     def release(self, slot: int) -> None:
+        """Give back a slot into which nothing is written any more."""
         arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
         with self._changed:
             self._free.add(slot)
+            for spare in self._need.surplus(self._used, self.geometry.slots - len(self._free), self._used & self._free):
+                arena.mark_emptied(self.memory, self.geometry, spare)
+                size = self.geometry.slot_bytes - arena.PAGE_BYTES
+                self._map.madvise(mmap.MADV_REMOVE, self.geometry.data_offset(spare), size)
+                self._used.remove(spare)
             self._changed.notify_all()
+
+    def _next(self) -> list[int]:
+        """The free slots in the order in which they are leased, as far as there is memory for them."""
+        may_grow = bool(self._free & self._used) or memory_bounds.can_touch(self.geometry.slot_bytes)
+        return in_order(self._free, self._used, lambda slot: 0, may_grow)
 
     def give_back(self) -> None:
         """A larger segment follows: free this one as soon as no save uses it."""

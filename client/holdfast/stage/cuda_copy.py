@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.stage.background_copy import Move, torn, version
-from holdfast.stage.slots import Slots
+from holdfast.stage.slots import Pin, Slots
 from holdfast.stage.staging import ALIGNMENT_BYTES
 from holdfast.tensors.leaves import Leaf
 from holdfast.threads import own_threads
@@ -262,8 +262,8 @@ def homes(leaves: Iterable[Leaf]) -> tuple[torch.device, ...]:
     return tuple(home for home in devices if home.type in KINDS)
 
 
-def pin(slots: Slots, devices: Sequence[torch.device]) -> None:
-    """Page-lock this memory until the slots are freed, so that CUDA devices write into it directly.
+def pin(slots: Slots, slot: int, devices: Sequence[torch.device]) -> None:
+    """Page-lock a slot until the slots are freed, so that CUDA devices write into it directly.
 
     Without it copies are correct, but slower, and block the thread that enqueues them.
     """
@@ -271,28 +271,38 @@ def pin(slots: Slots, devices: Sequence[torch.device]) -> None:
     if not cuda:
         return
     with slots.pinning:  # a second thread waits here and finds it done
-        if slots.pinned is not None:
+        if slot in slots.pins or not slots.may_pin:
             return
-        slots.pinned = False
-        if slots.spilled:  # pages of a file cannot be locked for long
-            return
-        address, size = torch.frombuffer(slots.memory, dtype=torch.uint8).data_ptr(), len(slots.memory)
+        begin, size, emptied = slots.geometry.header_offset(slot), slots.geometry.slot_bytes, slots.emptied(slot)
+        address = torch.frombuffer(slots.memory, dtype=torch.uint8).data_ptr() + begin
         problem = _cudart(cuda[0], "cudaHostRegister", address, size, PORTABLE)
         if problem:
+            slots.may_pin = False
             log.warning("the slots cannot be page-locked; copies from the GPU are slower: %s", problem)
             return
-        slots.pinned = True
         # A thread that fills a slot keeps the slots alive, and they the mapping: no copy is under way when this is called.
-        slots.unlock_pages = weakref.finalize(slots, _unlock, cuda[0], address)
-        slots.unlock_pages.atexit = False  # at exit the driver does it
+        unlock = weakref.finalize(slots, _unlock, cuda[0], address)
+        unlock.atexit = False  # at exit the driver does it
+        slots.pins[slot] = Pin(emptied, unlock)
 
 
 def unpin(slots: Slots) -> None:
     """Unlock the pages for good, so that the daemon can reclaim them. No copy into a slot may be running."""
     with slots.pinning:
-        slots.pinned = False
-        if slots.unlock_pages is not None:
-            slots.unlock_pages()
+        slots.may_pin = False
+        for pinned in slots.pins.values():
+            pinned.unlock()
+        slots.pins.clear()
+
+
+def unpin_emptied(slots: Slots) -> None:
+    """Unlock slots whose memory was returned to the system since: a device would write into pages that are no longer
+    theirs. No copy into a slot may be running.
+    """
+    with slots.pinning:
+        for slot, pinned in list(slots.pins.items()):
+            if pinned.emptied != slots.emptied(slot):
+                slots.pins.pop(slot).unlock()
 
 
 def _unlock(home: torch.device, address: int) -> None:

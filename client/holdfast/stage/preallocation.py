@@ -1,4 +1,4 @@
-"""Prepares the memory for the first save while the model is still being set up."""
+"""Prepares the memory of a slot: for the first save while the model is still being set up."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class Preallocation:
-    def __init__(self, reserve: Callable[[], Slots], devices: Sequence[torch.device] = ()) -> None:
-        self._reserve, self._devices = reserve, devices
+    def __init__(
+        self, reserve: Callable[[], Slots], devices: Sequence[torch.device] = (), which: Sequence[int] = ()
+    ) -> None:
+        """Prepare these slots, by default those that are leased first."""
+        self._reserve, self._devices, self._which = reserve, devices, which
         self._stop = threading.Event()
         self._thread = own_threads.begin(self._run, "holdfast-prepare", self._stop.set)
 
@@ -33,9 +36,10 @@ class Preallocation:
     def _run(self) -> None:
         try:
             slots = self._reserve()
-            slots.touch(self._stop)
-            if not self._stop.is_set():
-                cuda_copy.pin(slots, self._devices)
+            for slot in self._which or slots.first:
+                slots.touch(slot, self._stop)
+                if not self._stop.is_set():
+                    cuda_copy.pin(slots, slot, self._devices)
         except CheckpointError as error:
             # The first save tries again, and reports the problem.
-            log.info("could not reserve slots ahead of the first save: %s", error.detail)
+            log.info("could not prepare slots ahead of a save: %s", error.detail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from holdfast.link.session import Session
 from holdfast.stage import cuda_copy, slot_growth
@@ -27,7 +28,8 @@ class Reservation:
         self._session, self._count, self._peers = session, count, peers
         self._slots: Slots | None = None
         self._leaves: tuple[Leaf, ...] = ()  # the room that was requested last
-        self._touching: Preallocation | None = None
+        self._touching: list[Preallocation] = []
+        self._begun: dict[int, int] = {}  # slots that are prepared, or will be soon, with `emptied` of that time
 
     @property
     def slots(self) -> Slots | None:
@@ -60,13 +62,28 @@ class Reservation:
             self._session.warn(slot_growth.outgrown(change, known.geometry.slot_bytes, slots.geometry.slot_bytes))
         if slots.notice:
             self._session.warn(slots.notice)
-        self._touching = Preallocation(lambda: slots, cuda_copy.homes(need.leaves))
+        self._stop_touching()
+        self._prepare(slots, slots.first)
         return slots
+
+    def leased(self, slots: Slots, slot: int) -> None:
+        """A save begins in this slot: if it had no memory, its pages are prepared while they are filled."""
+        cuda_copy.unpin_emptied(slots)
+        if slots is self._slots and self._begun.get(slot) != slots.emptied(slot):
+            self._prepare(slots, [slot])
 
     def close(self) -> None:
         """Stop touching memory, and unlock its pages. The memory itself is freed when the session ends."""
-        if self._touching is not None:
-            self._touching.stop()
+        self._stop_touching()
         if self._slots is not None:
             cuda_copy.unpin(self._slots)
             self._slots = None
+
+    def _prepare(self, slots: Slots, which: Sequence[int]) -> None:
+        self._begun |= {slot: slots.emptied(slot) for slot in which}
+        self._touching.append(Preallocation(lambda: slots, cuda_copy.homes(self._leaves), which))
+
+    def _stop_touching(self) -> None:
+        for touching in self._touching:
+            touching.stop()
+        self._touching, self._begun = [], {}

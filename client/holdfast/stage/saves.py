@@ -220,10 +220,13 @@ class Saves:
         self._note(ticket, part.notes)
         policy: Policy = "wait" if asked.wait == "durable" else self._policy
         last, wait_s = self._last, (asked.within_s or SLOT_WAIT_S) if policy == "wait" else 0.0
+        unwritten = len(rank.tickets.open())
 
         def lease() -> Slot:
             slots = self._reservation.room_for(part.need, last)
-            return slots.lease(ticket.step, ticket.attempt, wait_s, policy, part.intent)
+            slot = slots.lease(ticket.step, ticket.attempt, wait_s, policy, part.intent, unwritten)
+            self._reservation.leased(slots, slot.index)
+            return slot
 
         with rank.tickets.beginning(ticket):
             slot = rank.requests.run(lease, silence, self._give_back, lambda: self._withdraw(ticket.step), wait_s)

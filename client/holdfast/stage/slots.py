@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.memory.mapping import Mapping
@@ -15,6 +15,7 @@ from holdfast_formats.errors import CheckpointError, DaemonGone, LimitExceeded
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.staging import arena, messages, wire
 from holdfast_formats.staging.arena import SlotHeader, SlotState
+from holdfast_formats.staging.slot_pages import have_pages
 
 WHILE_CONNECTED_S = 86_400.0  # no save waits that long; an answer counts whenever it comes
 
@@ -69,6 +70,13 @@ class AverageRoom(NamedTuple):
 NO_AVERAGE = AverageRoom(0, 1)
 
 
+class Pin(NamedTuple):
+    """A page-locked slot: `emptied` of the time when it was locked, and what unlocks it."""
+
+    emptied: int
+    unlock: Callable[[], object]
+
+
 class Slots:
     """The segment that the daemon made for this rank. If it is smaller than requested, `notice` says why."""
 
@@ -89,24 +97,36 @@ class Slots:
             given = link.request(message, wire.Segment, WHILE_CONNECTED_S)
             fd = link.take_fd()
         self.notice, self.spilled = given.notice, given.spilled
-        self._touching, self._touched = threading.Lock(), False
+        self._touching = threading.Lock()
+        self._touched: dict[int, int] = {}  # slots whose pages are mapped, with `emptied` of that time
         self.pinning = threading.Lock()
-        self.pinned: bool | None = None  # page-locked for GPUs; None until that was tried (`cuda_copy`)
-        self.unlock_pages: weakref.finalize[..., Slots] | None = None
+        self.pins: dict[int, Pin] = {}  # slots that are page-locked for GPUs (`cuda_copy`)
+        self.may_pin = not self.spilled  # pages of a file cannot be locked for long
         try:
             self._mapping = Mapping(fd, write=True)
+            self.memory = self._mapping.memory
+            self.geometry = arena.read_superblock(self.memory)
+            self.first = sorted(have_pages(fd, self.geometry)) or [0]  # the slots that are leased first
         except OSError as error:
             raise DaemonGone(f"cannot map the daemon's shared memory: {error}") from error
         finally:
             os.close(fd)
-        self.memory = self._mapping.memory
-        self.geometry = arena.read_superblock(self.memory)
 
-    def touch(self, stop: threading.Event) -> None:
-        """Map every page now, so that the first save is as fast as later ones; ends early when `stop` is set."""
+    def touch(self, slot: int, stop: threading.Event) -> None:
+        """Map every page of a slot, so that the next save is as fast as later ones; ends early when `stop` is set."""
         with self._touching:  # a second thread waits here and finds it done
-            if not self._touched and not self.spilled:  # touching a spilled segment would write it to the disk
-                self._touched = self._mapping.touch(stop)
+            if not self.is_ready(slot):
+                emptied, begin = self.emptied(slot), self.geometry.header_offset(slot)
+                if self._mapping.touch(begin if slot else 0, begin + self.geometry.slot_bytes, stop):
+                    self._touched[slot] = emptied
+
+    def is_ready(self, slot: int) -> bool:
+        """Whether its pages are mapped, as far as that helps: touching a spilled segment would write it to the disk."""
+        return self.spilled or self._touched.get(slot) == self.emptied(slot)
+
+    def emptied(self, slot: int) -> int:
+        """How often the daemon has returned the memory of this slot to the system."""
+        return arena.emptied(self.memory, self.geometry, slot)
 
     def data(self, index: int) -> memoryview:
         """The memory of a slot for tensors."""
@@ -117,9 +137,21 @@ class Slots:
         return data_bytes <= self.geometry.data_bytes and table_bytes <= self.geometry.table_bytes_max
 
     def lease(
-        self, step: int, attempt: int, wait_s: float, policy: messages.Policy = "wait", intent: Intent = NO_INTENT
+        self,
+        step: int,
+        attempt: int,
+        wait_s: float,
+        policy: messages.Policy = "wait",
+        intent: Intent = NO_INTENT,
+        unwritten: int = 0,
     ) -> Slot:
-        """Lease a slot for this rank's part of `step`; if none is free, the policy decides, see `SlotRequest`."""
-        message = wire.Lease(id=self.link.next_id(), step=step, wait_s=wait_s, policy=policy, **intent._asdict())
+        """Lease a slot for this rank's part of `step`; if none is free, the policy decides, see `SlotRequest`. So many
+        earlier saves are `unwritten`: another slot may need memory.
+        """
+        ready = sum(map(self.is_ready, range(self.geometry.slots)))
+        grows = max(ready, 1) <= unwritten and ready < self.geometry.slots
+        bounds = tuple(memory_bounds.of_process()) if grows else ()
+        number, said = self.link.next_id(), intent._asdict()
+        message = wire.Lease(id=number, step=step, wait_s=wait_s, policy=policy, bounds=bounds, **said)
         granted = self.link.request(message, wire.Granted, wait_s + WHILE_CONNECTED_S)
         return Slot(self, granted.slot, step, attempt, intent.turn)

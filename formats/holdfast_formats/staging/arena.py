@@ -28,6 +28,7 @@ _LOCK = struct.Struct("@hhqqi4x")  # the kernel's struct flock: kind, whence, st
 _STATE_OFFSET = 12
 _SEAL_OFFSET = 48
 _FILLED_OFFSET = 56  # the seal word once more, when the daemon has put into the slot what its table leaves to it
+_EMPTIED_OFFSET = 64  # how often the slot's memory was returned to the system
 
 
 class SlotState(IntEnum):
@@ -181,6 +182,21 @@ def is_filled(memory: memoryview, geometry: Geometry, slot: int) -> bool:
     at = geometry.header_offset(slot)
     seal, filled = struct.unpack_from("<QQ", memory, at + _SEAL_OFFSET)
     return bool(seal) and seal == filled
+
+
+def emptied(memory: memoryview, geometry: Geometry, slot: int) -> int:
+    """How often the memory of this slot was returned to the system. What a process has page-locked before is not the
+    slot's memory any more.
+    """
+    (count,) = struct.unpack_from("<Q", memory, geometry.header_offset(slot) + _EMPTIED_OFFSET)
+    return int(count)
+
+
+def mark_emptied(memory: memoryview, geometry: Geometry, slot: int) -> None:
+    """Mark a free slot as empty, before its memory is returned to the system."""
+    write_header(memory, geometry, slot, SlotHeader(SlotState.FREE, 0, 0, 0, 0, 0))
+    count = emptied(memory, geometry, slot) + 1
+    struct.pack_into("<Q", memory, geometry.header_offset(slot) + _EMPTIED_OFFSET, count)
 
 
 def slot_lock(geometry: Geometry, slot: int, kind: int) -> bytes:

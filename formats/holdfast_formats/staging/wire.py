@@ -96,10 +96,13 @@ class Attach(Request):
 
 
 class Lease(Request, messages.SlotRequest):
-    """Request a slot for `step`. Under the policy `wait`, the rank waits for at most `wait_s` seconds."""
+    """Request a slot for `step`. Under the policy `wait`, the rank waits for at most `wait_s` seconds. `bounds` are those of
+    `Reserve` as they are now, from a rank whose saves overlap: another slot may need memory.
+    """
 
     type: Literal["lease"] = "lease"
     wait_s: float = Field(default=0.0, ge=0.0, le=WAIT_MAX_S)
+    bounds: Bounds = ()
 
 
 class Withdraw(Request):

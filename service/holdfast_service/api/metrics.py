@@ -154,6 +154,7 @@ class Collected(Collector):
         arena = self._services.arena
         return {
             "holdfast_arena_bytes_max": [((), arena.bytes_max)],
+            "holdfast_arena_used_bytes": [((), arena.touched_bytes)],
             "holdfast_arena_slots": [((state,), count) for state, count in arena.slots.items()],
         }
 

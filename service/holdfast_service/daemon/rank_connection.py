@@ -223,6 +223,8 @@ class RankConnection:
             )
             self._plane.saver.give_up(who, request.step, late)
             raise late
+        if request.bounds:
+            self._segments[-1].count_for(self._holder(who, request.bounds))
         slot = self._plane.saver.lease(who, self._segments[-1], request, request.wait_s)
         return wire.Granted(reply_to=request.id, slot=slot, deadline_s=LEASE_DEADLINE_S)
 

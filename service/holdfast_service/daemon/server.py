@@ -125,3 +125,4 @@ class Daemon:
         self.saver.expire()
         self.adoption.expire(time.monotonic())
         self.lives.record()
+        self._plane.arena.give_back_spare()

@@ -61,6 +61,7 @@ METRICS: dict[str, Metric] = {
     "holdfast_replica_lag_seconds": Metric("gauge", "Age in seconds of the oldest checkpoint without a copy", ("tier",)),
     "holdfast_replica_damaged": Metric("gauge", "Copies in a tier that are damaged", ("tier",)),
     "holdfast_arena_bytes": Metric("gauge", "Shared memory reserved for staging"),
+    "holdfast_arena_used_bytes": Metric("gauge", "Shared memory used for staging, of what is reserved"),
     "holdfast_arena_bytes_max": Metric("gauge", "Shared memory that may be reserved for staging"),
     "holdfast_run_arena_bytes": Metric("gauge", "Shared memory that a run has reserved for staging", ("run",)),
     "holdfast_arena_slots": Metric("gauge", "Slots of the arena, by use", ("state",)),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # of sync_file_range
-_ZERO_RANGE_KEEP_SIZE = 0x10 | 0x01  # of fallocate
+_ZERO_RANGE_KEEP_SIZE, _PUNCH_HOLE_KEEP_SIZE = 0x10 | 0x01, 0x02 | 0x01  # of fallocate
 _STATFS_BYTES_MAX = 256  # larger than struct statfs anywhere
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of mallopt
 # Larger buffers are mapped and unmapped one by one, and each page of them faults in again. The blocks of a check are smaller
@@ -38,6 +38,11 @@ def fallocate(descriptor: int, size: int) -> None:
 def zero_range(descriptor: int, offset: int, length: int) -> None:
     """Make a range read as zeros without writing it; its blocks stay reserved."""
     _call("fallocate", descriptor, _ZERO_RANGE_KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(length))
+
+
+def punch_hole(descriptor: int, offset: int, length: int) -> None:
+    """Return a range's memory or blocks to the system; it reads as zeros."""
+    _call("fallocate", descriptor, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(length))
 
 
 def file_system(at: Path | int) -> int:

@@ -84,6 +84,12 @@ def empty(descriptor: int, offset: int, length: int) -> None:
         libc.zero_range(descriptor, offset, length)
 
 
+def give_back(descriptor: int, offset: int, length: int) -> None:
+    """Return the memory of a range of shared memory to the system, although processes have it mapped."""
+    with translated("free", "shared memory"):
+        libc.punch_hole(descriptor, offset, length)
+
+
 def _free(root: Path) -> int:
     status = os.statvfs(root)
     return status.f_bavail * status.f_frsize

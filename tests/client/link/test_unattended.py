@@ -12,8 +12,10 @@ import torch
 
 from holdfast import Checkpointer, SaveWarning
 from holdfast.link import unattended
+from holdfast_formats import memory_bounds
 from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import SlotHeader, SlotState
+from holdfast_service.storage import libc
 from tests.daemons import RunningDaemon, running
 
 GEOMETRY = arena.geometry(3, 4096, 4096)
@@ -56,6 +58,17 @@ def test_a_slot_that_is_read_is_not_taken(segment: int) -> None:
     assert unattended.take_slot(segment, 40, 1) == 2
     os.close(reading)
     assert unattended.take_slot(segment, 50, 1) == 1
+
+
+def test_slots_with_memory_are_taken_first(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one needs memory: it is taken only while there is some."""
+    begin = GEOMETRY.data_offset(1)
+    libc.punch_hole(segment, begin, GEOMETRY.slot_bytes - arena.PAGE_BYTES)
+    assert unattended.take_slot(segment, 40, 1) == 2, "step 20; the older step 10 has no memory any more"
+    monkeypatch.setattr(memory_bounds, "can_touch", lambda size: False)
+    assert [unattended.take_slot(segment, step, 1) for step in (50, 60)] == [0, None]
+    monkeypatch.setattr(memory_bounds, "can_touch", lambda size: size == GEOMETRY.slot_bytes)
+    assert unattended.take_slot(segment, 60, 1) == 1
 
 
 def test_what_is_no_segment_gives_no_slot() -> None:

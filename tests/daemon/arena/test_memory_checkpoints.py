@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -99,9 +100,8 @@ def test_a_slot_that_was_leased_meanwhile_is_not_read() -> None:
     """A reader that comes too late with what it was told is refused, and does not keep the slot from anybody."""
     with after_a_commit() as (world, (first, _)):
         parts, fds = world.saver.holds.lend(RUN, 1)
-        first.save(2)
-        slot = first.lease(3)
-        assert slot == parts[0].slot
+        slot = first.lease(2)
+        assert slot == parts[0].slot, "the only slot with memory"
         for part, fd in zip(parts, fds, strict=True):
             if part.rank == 0:
                 with pytest.raises(DaemonGone, match="something else"):
@@ -238,7 +238,10 @@ def test_a_part_is_found_again_if_its_save_was_committed(part: Holding) -> None:
 
 def test_of_two_saves_that_look_alike_none_is_believed(part: Holding) -> None:
     """The same step of the same attempt, once aborted and once committed: which is which, memory does not say."""
+    reading = os.open(f"/proc/self/fd/{part.segment.fd}", os.O_RDONLY)  # so that the second one is beside the first
+    fcntl.fcntl(reading, fcntl.F_OFD_SETLK, formats.slot_lock(part.segment.geometry, 0, fcntl.F_RDLCK))
     part.save()
+    os.close(reading)
     assert found_again(part, (STEP.attempt, STEP.turn)) == []
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 
 import pytest
 
 from holdfast.read.held_slots import HeldSlot
 from holdfast_formats.digest import digest
-from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
+from holdfast_formats.errors import ArenaFull, CheckpointError, DaemonGone, GenerationDropped, InvalidRequest
+from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.region import Box
 from holdfast_formats.staging import arena, slot_table
 from holdfast_formats.staging.arena import SlotHeader, SlotState
+from holdfast_formats.staging.slot_pages import CALM_SAVES, RecentNeed, have_pages
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
+from holdfast_service.daemon.arena import budget
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
-from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, saver_world
+from holdfast_service.daemon.arena.shares import ShareHolder
+from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, content, saver_world
 
 
 def a_table(rank: Rank, step: int, name: str) -> bytes:
@@ -88,3 +93,133 @@ def test_a_slot_that_is_leased_for_another_step_is_not_sealed() -> None:
         assert world.committed() == []
         rank.fill_and_seal(1, mine)
         assert rank.wait(1).state == "committed"
+
+
+def pages(rank: Rank) -> set[int]:
+    """The slots that have memory."""
+    return have_pages(rank.segment.fd, rank.segment.geometry)
+
+
+def calm(world: SaverWorld, rank: Rank, first: int) -> int:
+    """Save and commit so often that one slot is known to do. Returns the last step."""
+    for step in range(first, first + CALM_SAVES):
+        rank.save(step)
+        assert rank.wait(step).state == "committed"
+    world.arena.give_back_spare()
+    return step
+
+
+def test_saves_that_do_not_overlap_have_the_memory_of_one_slot() -> None:
+    """Each is written into the slot of the one before; a second slot gets memory with the first overlap."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        calm(world, rank, 1)
+        assert pages(rank) == {0}
+        first, second = rank.lease(20), rank.lease(21)
+        rank.fill_and_seal(20, first)
+        rank.fill_and_seal(21, second)
+        assert (first, second) == (0, 1) and pages(rank) == {0, 1}
+        assert rank.wait(21).state == "committed" and set(world.held(21)) == {0}
+
+
+def test_a_slot_that_saves_no_longer_need_returns_its_memory() -> None:
+    """Not that of the in-memory checkpoint: a restart still reads it. The next overlap takes memory again."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        for slot, step in [(rank.lease(step), step) for step in (1, 2)]:
+            rank.fill_and_seal(step, slot)
+        assert rank.wait(2).state == "committed"
+        world.arena.give_back_spare()
+        assert pages(rank) == {0, 1}, "the saves overlap"
+        before = world.arena.touched_bytes
+        last = calm(world, rank, 3)
+        ((slot, data),) = world.held(last).values()
+        assert pages(rank) == {slot} and data == content(last, 0).tobytes()
+        assert world.arena.touched_bytes < before and world.arena.bytes == rank.segment.geometry.segment_bytes
+        assert arena.emptied(rank.segment.memory, rank.segment.geometry, 1 - slot) == 1
+        taken = [rank.lease(step) for step in (20, 21)]
+        assert taken == [slot, 1 - slot]
+
+
+def test_memory_into_which_a_rank_may_still_write_is_not_returned() -> None:
+    """A save is given up for all ranks while one still copies: it has left the slot when it leases the next one."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        calm(world, rank, 1)
+        for step in (20, 21):
+            rank.segment.memory[rank.segment.geometry.data_offset(rank.lease(step))] = 1
+        rank.segment._need = RecentNeed()
+        for _ in range(CALM_SAVES):
+            rank.segment._need.note(1)
+        world.saver.give_up(rank.who, 21, CheckpointError("given up"))
+        world.saver.give_up(rank.who, 20, CheckpointError("given up"))
+        world.arena.give_back_spare()
+        assert pages(rank) == {0, 1}
+        rank.save(22)
+        assert rank.wait(22).state == "committed"
+        world.arena.give_back_spare()
+        assert pages(rank) == {0}
+
+
+def test_a_slot_that_is_in_use_after_all_keeps_its_memory() -> None:
+    """A reader has locked it, or its rank has leased it by itself while it took this daemon for dead."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        for slot, step in [(rank.lease(step), step) for step in (1, 2)]:
+            rank.fill_and_seal(step, slot)
+        assert rank.wait(2).state == "committed"
+        segment, reading = rank.segment, os.open(f"/proc/self/fd/{rank.segment.fd}", os.O_RDONLY)
+        for slot in (0, 1):
+            fcntl.fcntl(reading, fcntl.F_OFD_SETLK, arena.slot_lock(segment.geometry, slot, fcntl.F_RDLCK))
+            segment._empty_memory(slot)
+        os.close(reading)
+        arena.write_header(segment.memory, segment.geometry, 1, SlotHeader(SlotState.LEASED, 3, rank.attempt, 0, 0, 0))
+        segment._empty_memory(1)
+        assert pages(rank) == {0, 1}
+        arena.set_state(segment.memory, segment.geometry, 1, SlotState.FREE)
+        segment._empty_memory(1)
+        assert pages(rank) == {0}
+
+
+@pytest.fixture
+def scarce(monkeypatch: pytest.MonkeyPatch) -> list[Bound]:
+    """The limits that the daemon finds on this machine from now on."""
+    bounds = [Bound("machine", 2**40, 2**40)]
+    monkeypatch.setattr(budget, "find_bounds", lambda: list(bounds))
+    return bounds
+
+
+def test_a_slot_that_memory_has_no_room_for_any_more_is_not_leased(scarce: list[Bound]) -> None:
+    """What was reserved has been taken by others: as if there were no second slot, the policy decides, and the error says
+    why. With memory again, the slot is leased.
+    """
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        calm(world, rank, 1)
+        rank.lease(20)
+        scarce[0] = Bound("machine", 2**20, 0)
+        with pytest.raises(ArenaFull, match=r"no memory for another slot of 0\.0 MiB"):
+            rank.lease(21)
+        with pytest.raises(GenerationDropped, match=r"step 22 was dropped for those before it .*no memory for another"):
+            rank.lease(22, "oldest-durable")
+        scarce[0] = Bound("machine", 2**40, 2**40)
+        assert rank.lease(23) == 1
+
+
+def test_the_limits_of_the_rank_are_those_of_the_moment(scarce: list[Bound]) -> None:
+    """What its control group has left when saves overlap counts, for all that its ranks have reserved there."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        calm(world, rank, 1)
+        rank.lease(20)
+
+        def told(free: int) -> None:
+            bounds = [Bound("memory.max", 0, free, "2:1")]
+            rank.segment.count_for(ShareHolder(RUN, limits=world.arena.limits(bounds, "rank 0's")))
+
+        told(rank.segment.geometry.slot_bytes // 4)
+        told(rank.segment.geometry.slot_bytes // 4)
+        with pytest.raises(ArenaFull, match="no memory"):
+            rank.lease(21)
+        told(rank.segment.geometry.slot_bytes)
+        assert rank.lease(22) == 1

@@ -38,7 +38,10 @@ PAIRS: dict[tuple[Model, Model], dict[str, str]] = {
         "average_bytes": "an average is in shared memory",
         "averages": "as `average_bytes`",
     },
-    (wire.Lease, messages.SlotRequest): {"wait_s": "a request over HTTP does not wait for a slot: it is asked again"},
+    (wire.Lease, messages.SlotRequest): {
+        "wait_s": "a request over HTTP does not wait for a slot: it is asked again",
+        "bounds": "over HTTP the slot is in memory of the daemon's own",
+    },
     (wire.Seal, bodies.SealRequest): {
         "slot": PATH,
         "step": PATH,

@@ -58,6 +58,12 @@ class Arena:
         return self._budget.bytes_max
 
     @property
+    def touched_bytes(self) -> int:
+        """Memory that segments use of what they have reserved."""
+        with self._lock:
+            return self._reserved.touched_bytes
+
+    @property
     def spare_bytes(self) -> int:
         with self._lock:
             return self._budget.room(self._reserved.bytes, self._reserved.touched_bytes).bytes
@@ -156,7 +162,7 @@ class Arena:
                     if name.startswith(PREFIX):
                         self._reserved.averages.add(AverageSegment.adopt(fd, name))
                     else:
-                        segments.append(ArenaSegment.adopt(fd, name))
+                        segments.append(ArenaSegment.adopt(fd, name, may_grow=self._may_grow))
                 except (CheckpointError, OSError, ValueError) as error:
                     log.warning("cannot adopt the shared memory %s: %s", name, error)
                     os.close(fd)
@@ -232,7 +238,7 @@ class Arena:
                     return segment, segment.find_taken()
             ours = os.dup(fd)
             try:
-                segment = ArenaSegment.adopt(ours, uuid.uuid4().hex, on_disk=not tenant)
+                segment = ArenaSegment.adopt(ours, uuid.uuid4().hex, not tenant, self._may_grow)
             except (CheckpointError, OSError, ValueError) as error:
                 os.close(ours)
                 raise InvalidRequest(f"the descriptor is not a staging arena: {error}") from error
@@ -255,6 +261,18 @@ class Arena:
         Its pages are freed even if a rank still maps it.
         """
         segment.retire(lambda: self._remove(segment), outgrown)
+
+    def give_back_spare(self) -> None:
+        """Return the memory of slots that saves no longer need. It stays reserved."""
+        with self._lock:
+            segments = list(self._reserved.segments)
+        for segment in segments:
+            segment.give_back_spare()
+
+    def _may_grow(self, holder: ShareHolder) -> bool:
+        """Whether there is memory for everything that is reserved and not used yet."""
+        with self._lock:
+            return self._reserved.covers(holder)
 
     def _remove(self, segment: ArenaSegment) -> None:
         with self._lock:
@@ -289,7 +307,7 @@ class Arena:
                 room = SegmentRoom(0, error.detail, error.hint)
         if memory is not None:
             notice = fewer_notice(asked, slots, room) if slots < asked.slots else ""
-            segment = ArenaSegment.make(memory, asked._replace(slots=slots), owner, notice=notice)
+            segment = ArenaSegment.make(memory, asked._replace(slots=slots), owner, notice=notice, may_grow=self._may_grow)
         elif not on_disk:
             raise refusal(label, asked, self._reserved.bytes, room, NO_FILE)
         else:
@@ -312,7 +330,7 @@ class Arena:
             held = ", ".join(f"{run} {size}" for run, size in self._reserved.by_run().most_common(NAMED_MAX))
             log.warning("no memory for %s; bytes reserved: %s", label, held or "none")
             raise
-        return ArenaSegment.make(fd, given, owner, spilled=True, notice=notice)
+        return ArenaSegment.make(fd, given, owner, True, notice, self._may_grow)
 
     def _keep(self, segment: ArenaSegment | AverageSegment) -> None:
         if self._keeper is None or segment.owner is None:

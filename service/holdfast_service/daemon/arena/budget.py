@@ -44,6 +44,10 @@ class Budget:
         narrowest = min(rooms)
         return narrowest._replace(bytes=max(narrowest.bytes, 0))
 
+    def covers(self, promised: int) -> bool:
+        """Whether so many bytes, reserved and not touched yet, are still free."""
+        return all(bound.usable >= promised for bound in self._find())
+
 
 def find_bounds() -> list[Bound]:
     """All limits of this process's memory, the machine first."""

@@ -1,8 +1,8 @@
 """In-memory checkpoints: the newest commit of every run stays in its slots, until they are needed.
 
-Such a slot is free, and leased last. So the newest checkpoint stays in memory at no cost, and a restarted trainer restores
-from it. When the ranks are gone, their memory is kept for them for a while. With ranks on several nodes, each node holds its
-own ranks' slots, and other nodes read them (`exchange`).
+Such a slot is free, and of those with memory leased last. So the newest checkpoint stays in memory at no cost, at least
+until the next save begins, and a restarted trainer restores from it. When the ranks are gone, their memory is kept for them
+for a while. With ranks on several nodes, each node holds its own ranks' slots, and other nodes read them (`exchange`).
 """
 
 from __future__ import annotations

@@ -97,6 +97,11 @@ class Reservations:
         own = [SegmentRoom(max(of.bytes - self._charged(of.group), 0), of.name, RAISE_OWN) for of in holder.limits]
         return min(room, shared, *own, *largest_segment())
 
+    def covers(self, holder: ShareHolder) -> bool:
+        """Whether all that is reserved and not used yet could be used now, also by this holder's limits."""
+        own = all(of.bytes >= self._charged(of.group) for of in holder.limits if of.group)
+        return own and self._budget.covers(self.bytes - self.touched_bytes)
+
     def room_for_average(self, owner: SegmentOwner, holder: ShareHolder) -> SegmentRoom:
         """What the average of this rank may have, including what is kept free for it."""
         rank = owner.run, owner.rank

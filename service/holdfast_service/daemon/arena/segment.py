@@ -15,7 +15,8 @@ from holdfast_formats.digest import digest
 from holdfast_formats.errors import ArenaFull, CheckpointError, InvalidRequest, NoSpace, StateMismatch
 from holdfast_formats.staging import arena, slot_table
 from holdfast_formats.staging.arena import Geometry, SegmentOwner, SlotHeader, SlotState
-from holdfast_formats.staging.room import not_created
+from holdfast_formats.staging.room import amount, not_created
+from holdfast_formats.staging.slot_pages import RecentNeed, have_pages, in_order
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.daemon.arena.peer import PeerProcess
 from holdfast_service.daemon.arena.shares import ShareHolder
@@ -28,17 +29,32 @@ LEASE_DEADLINE_S = 600.0
 GONE_POLL_S = 0.5  # nor does it call when a process ends that waits here
 READ_POLL_S = 0.05  # the kernel sends no notification when a reader unlocks a slot
 SPARE_FACTOR_MAX = 2  # a rank that needs less than half of a segment does not take it over
+NO_MEMORY = "no-memory"  # why all slots that can be leased are taken: the others have no memory
+
+MayGrow = Callable[[ShareHolder], bool]
+ALWAYS: MayGrow = lambda holder: True  # noqa: E731 - a value
 
 
 class ArenaSegment:
     """One rank's shared memory and its free slots. Owns the mapping and closes it after the last view. A spilled segment is
     a file on the storage's disk. `notice` explains to the rank how it was created.
+
+    Memory for all slots is reserved, and taken slot by slot (`slot_pages`): `may_grow` says whether the memory that is
+    reserved for a holder is still there.
     """
 
-    def __init__(
-        self, fd: int, geometry: Geometry, owner: SegmentOwner | None, name: str, spilled: bool = False, notice: str = ""
+    def __init__(  # noqa: PLR0913 - each is one thing
+        self,
+        fd: int,
+        geometry: Geometry,
+        owner: SegmentOwner | None,
+        name: str,
+        *,
+        spilled: bool = False,
+        notice: str = "",
+        may_grow: MayGrow = ALWAYS,
     ) -> None:
-        self.fd, self.geometry, self.owner, self.name = fd, geometry, owner, name
+        self.fd, self.geometry, self.owner, self.name, self._may_grow = fd, geometry, owner, name, may_grow
         self.holder = ShareHolder(owner.run if owner is not None else "")  # whose share it counts for
         self.spilled, self.notice = spilled, notice
         self._empty: Callable[[int], None] = emptier(fd, geometry) if spilled else lambda slot: None
@@ -50,6 +66,8 @@ class ArenaSegment:
             raise NoSpace(f"cannot map {geometry.segment_bytes} bytes: {error.strerror}", hint=_MEMORY_HINT) from error
         self.memory = memoryview(self._map)
         self._free = set(range(geometry.slots))
+        self._quiet = set[int]()  # of the free ones: their rank has leased another slot since, and writes there
+        self._need = RecentNeed()
         self._kept: dict[int, Callable[[], None]] = {}  # of the free ones; what to do when such a slot is leased after all
         self._when_idle: Callable[[], None] | None = None
         self.outgrown = False  # its rank has a larger one: what is still saved from it is not held
@@ -57,11 +75,17 @@ class ArenaSegment:
 
     @classmethod
     def make(
-        cls, fd: int, geometry: Geometry, owner: SegmentOwner | None, spilled: bool = False, notice: str = ""
+        cls,
+        fd: int,
+        geometry: Geometry,
+        owner: SegmentOwner | None,
+        spilled: bool = False,
+        notice: str = "",
+        may_grow: MayGrow = ALWAYS,
     ) -> ArenaSegment:
         """Create a segment in the memory of `fd`, with all slots free. The descriptor belongs to it, also if this raises."""
         try:
-            segment = cls(fd, geometry, owner, uuid.uuid4().hex, spilled, notice)
+            segment = cls(fd, geometry, owner, uuid.uuid4().hex, spilled=spilled, notice=notice, may_grow=may_grow)
         except NoSpace:
             os.close(fd)
             raise
@@ -71,7 +95,7 @@ class ArenaSegment:
         return segment
 
     @classmethod
-    def adopt(cls, fd: int, name: str, on_disk: bool = True) -> ArenaSegment:
+    def adopt(cls, fd: int, name: str, on_disk: bool = True, may_grow: MayGrow = ALWAYS) -> ArenaSegment:
         """Take over a segment of another daemon: leased and sealed slots stay taken. `InvalidRequest` if it is not a
         segment, or a file where none is allowed (`on_disk`).
 
@@ -84,7 +108,7 @@ class ArenaSegment:
             geometry, owner = arena.read_measures(seen), arena.read_owner(seen)
         if geometry.segment_bytes > os.fstat(fd).st_size:
             raise InvalidRequest("a truncated staging arena")
-        segment = cls(fd, geometry, owner, name, spilled)
+        segment = cls(fd, geometry, owner, name, spilled=spilled, may_grow=may_grow)
         for slot in range(geometry.slots):
             if segment.state(slot) is not SlotState.FREE:
                 segment._free.remove(slot)
@@ -120,27 +144,31 @@ class ArenaSegment:
                 arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
 
     def lease(self, step: int, attempt: int, wait_s: float, is_gone: Callable[[], bool] = lambda: False) -> int:
-        """Lease a free slot for `step`; waits up to `wait_s` seconds, then `ArenaFull`. Slots with an in-memory checkpoint
-        come last. Stops waiting if the rank is gone.
+        """Lease a free slot for `step`; waits up to `wait_s` seconds, then `ArenaFull`. Slots with memory come first, and of
+        these one with an in-memory checkpoint last. Stops waiting if the rank is gone.
         """
-        limit = time.monotonic() + wait_s
+        header, limit = SlotHeader(SlotState.LEASED, step, attempt, 0, 0, 0), time.monotonic() + wait_s
         with self._changed:
-            while (slot := self._claim(SlotHeader(SlotState.LEASED, step, attempt, 0, 0, 0))) is None:
+            slot, grows = self._claim(header, may_grow=False), False
+            wants = slot is None and bool(self._free)
+        if wants:  # without the lock: the arena's comes first
+            grows = self._may_grow(self.holder)
+        with self._changed:
+            while slot is None and (slot := self._claim(header, grows)) is None:
                 left = limit - time.monotonic()
                 if left <= 0 or is_gone():
-                    raise ArenaFull(
-                        f"all {self.geometry.slots} slots hold saves that are not yet written",
-                        hint="save less often, or give the checkpointer more slots",
-                    )
+                    raise self._full(grows)
                 self._changed.wait(min(left, READ_POLL_S if self._free else GONE_POLL_S))
+            self._need.note(self.geometry.slots - len(self._free))
+            self._quiet = set(self._free)
             when_leased = self._kept.pop(slot, None)
         if when_leased is not None:
             when_leased()
         return slot
 
-    def _claim(self, header: SlotHeader) -> int | None:
+    def _claim(self, header: SlotHeader, may_grow: bool) -> int | None:
         """Take a slot that is free, and that no process is reading, and write its header."""
-        for slot in sorted(self._free, key=lambda slot: (slot in self._kept, slot)):
+        for slot in in_order(self._free, have_pages(self.fd, self.geometry), lambda slot: slot in self._kept, may_grow):
             if _lock(self.fd, self.geometry, slot, fcntl.F_WRLCK):
                 self._empty(slot)
                 arena.write_header(self.memory, self.geometry, slot, header)
@@ -148,6 +176,51 @@ class ArenaSegment:
                 self._free.remove(slot)
                 return slot
         return None
+
+    def _full(self, grows: bool) -> ArenaFull:
+        if self._free and not grows:
+            return ArenaFull(
+                f"there is no memory for another slot of {amount(self.geometry.slot_bytes)}, which was reserved: other "
+                "programs, or the training, have taken it",
+                hint="free memory, or raise the memory limit of the trainer's container, or save less often",
+                reason=NO_MEMORY,
+            )
+        return ArenaFull(
+            f"all {self.geometry.slots} slots hold saves that are not yet written",
+            hint="save less often, or give the checkpointer more slots",
+        )
+
+    def give_back_spare(self) -> None:
+        """Return the memory of slots that none of the last saves needed. Never that of an in-memory checkpoint, nor of a
+        slot into which its rank may still write, as after a save that was given up.
+        """
+        if self.geometry.slots == 1:
+            return
+        with self._changed:
+            with_pages = have_pages(self.fd, self.geometry)
+            idle = with_pages & self._free & self._quiet - self._kept.keys()
+            spare = self._need.surplus(with_pages, self.geometry.slots - len(self._free), idle)
+            self._free.difference_update(spare)
+        for slot in spare:
+            try:
+                self._empty_memory(slot)
+            finally:
+                self._add_free(slot)
+
+    def _empty_memory(self, slot: int) -> None:
+        """Return a slot's memory. The lock is another open file's than the one that this daemon shares with its rank and its
+        successor: neither leases the slot before this has ended, even if this process is suspended meanwhile.
+        """
+        own = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if _lock(own, self.geometry, slot, fcntl.F_WRLCK) and self.state(slot) is SlotState.FREE:
+                arena.mark_emptied(self.memory, self.geometry, slot)
+                self._return_memory(slot)
+        finally:
+            os.close(own)
+
+    def _return_memory(self, slot: int) -> None:
+        scratch.give_back(self.fd, self.geometry.data_offset(slot), self.geometry.slot_bytes - arena.PAGE_BYTES)
 
     def keep(self, slot: int, when_leased: Callable[[], None]) -> None:
         """This slot's content may be needed again: lease it last, and do not retire before `unkeep`."""
@@ -169,6 +242,9 @@ class ArenaSegment:
     def release(self, slot: int) -> None:
         """Give a slot back; safe to repeat."""
         arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
+        self._add_free(slot)
+
+    def _add_free(self, slot: int) -> None:
         with self._changed:
             self._free.add(slot)
             self._changed.notify_all()
@@ -263,8 +339,7 @@ class ArenaSegment:
             return  # its blocks stay reserved: a late write into it must not want for one
         for slot in range(self.geometry.slots):
             if _lock(self.fd, self.geometry, slot, fcntl.F_WRLCK):  # never to be read again; a slot that is read stays
-                size = self.geometry.slot_bytes - arena.PAGE_BYTES
-                self._map.madvise(mmap.MADV_REMOVE, self.geometry.data_offset(slot), size)
+                self._return_memory(slot)
 
     def close(self) -> None:
         """Return the memory to the system, once the last view of it is gone."""
@@ -272,9 +347,10 @@ class ArenaSegment:
         if self._peer is not None:
             self._peer.close()
             self._peer = None
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        with self._changed:  # what looks for pages has the lock, and must not look into another file of this number
+            fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class SealedSlot:

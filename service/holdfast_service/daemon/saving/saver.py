@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from holdfast_formats.errors import (
     ArenaFull,
+    Awaited,
     CheckpointError,
     GenerationDropped,
     RoundAborted,
@@ -22,7 +23,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.staging.messages import Policy, SlotRequest
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
-from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity
+from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, NO_MEMORY, ArenaSegment, SealedSlot, check_identity
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker, Checks
 from holdfast_service.daemon.saving.active_saves import ActiveSaves
@@ -344,10 +345,12 @@ class Saver:
         while True:
             try:
                 return segment.lease(new.key.step, who.attempt, 0.0)
-            except ArenaFull:
+            except ArenaFull as full:
+                memory = full.members.get("reason") == NO_MEMORY
                 complete = [r for r in self._rounds.waiting() if r.holds(segment)]
                 incomplete = [r for r in self._open.values() if r is not new and r.holds(segment)]
-            older, awaited = gives_way(policy, complete, incomplete), self._active.awaited(segment)
+                awaited = Awaited(full.detail, full.hint or "") if memory else self._active.awaited(segment)
+            older = gives_way(policy, complete, incomplete)
             if older is None:
                 error = GenerationDropped.of(new.key.step, None, policy, awaited)
                 self._rounds.abort(new, error, {who.rank})
