@@ -32,7 +32,7 @@ def test_touching_changes_nothing(fd: int) -> None:
     before = octets.tobytes()
     reader = Mapping(fd, write=False)
     assert bytes(reader.memory) == before
-    writer.touch(threading.Event())
+    assert writer.touch(0, SIZE, threading.Event())
     assert bytes(reader.memory) == octets.tobytes() == before == os.pread(fd, SIZE, 0)
     assert os.fstat(fd).st_blocks * 512 >= SIZE
 
@@ -41,8 +41,16 @@ def test_a_touch_that_is_stopped_leaves_memory_alone(fd: int) -> None:
     """With `stop` set before it begins no page is made."""
     stop = threading.Event()
     stop.set()
-    Mapping(fd, write=True).touch(stop)
+    assert not Mapping(fd, write=True).touch(0, SIZE, stop)
     assert os.fstat(fd).st_blocks == 0
+
+
+@pytest.mark.parametrize("begin", [0, 3 * mmap.PAGESIZE, LARGE_BYTES])
+def test_a_range_is_touched_alone(fd: int, begin: int) -> None:
+    """Large pages are made only where they do not reach beyond it: what is beside it belongs to another slot."""
+    end = SIZE - 2 * mmap.PAGESIZE
+    assert Mapping(fd, write=True).touch(begin, end, threading.Event())
+    assert os.fstat(fd).st_blocks * 512 == end - begin
 
 
 def test_a_mapping_for_reading_cannot_be_written(fd: int) -> None:
