@@ -42,11 +42,11 @@ def _is_joint_commit(tier: Any, path: str, data: bytes) -> bool:
     return _is_joint(tier, path, data) and _is_commit(tier, path, data)
 
 
-def _puts_index(puts: Any, key: str, data: bytes) -> bool:
+def _puts_index(puts: Any, key: str, data: bytes, *more: object) -> bool:
     return "/data/" in key and key.endswith(".index.json")
 
 
-def _puts_commit(puts: Any, key: str, data: bytes) -> bool:
+def _puts_commit(puts: Any, key: str, data: bytes, *more: object) -> bool:
     return "/data/" in key and key.endswith("/COMMIT")
 
 
