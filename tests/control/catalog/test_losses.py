@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy.orm import Session
 
 from holdfast_formats import naming
+from holdfast_formats.errors import StorageFailed
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, roots
@@ -179,6 +180,26 @@ def test_a_removal_that_did_not_happen_leaves_a_checkpoint_that_can_be_lost(
         control.recovery.recover()
         assert control.record_queue.recorded(30)
         assert recorded(control) == [3]
+
+
+@pytest.mark.parametrize("when", ["before the rename", "after it"])
+def test_a_removal_that_fails(tmp_path: Path, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """As on a disk that fails: a checkpoint that still stands can be lost by hand; one that is gone is no loss."""
+    with opened(tmp_path, tier) as control:
+        control.recovery.recover()
+        rename = tier.publish
+
+        def fails(source: str, target: str) -> None:
+            if when == "after it":
+                rename(source, target)
+            raise StorageFailed("the disk fails")
+
+        with monkeypatch.context() as failing, pytest.raises(StorageFailed):
+            failing.setattr(tier, "publish", fails)
+            control.rotation.remove(RUN, 3, newest=True)
+        tier.remove_tree(naming.checkpoint_path(RUN, 3))
+        control.watch.relist(RUN)
+        assert recorded(control) == ([3] if when == "before the rename" else [])
 
 
 def test_an_older_catalog_takes_no_removal_for_a_loss(tmp_path: Path, tier: MemoryTier) -> None:

@@ -325,14 +325,13 @@ class Rotation:
         with self._catalog.database.write() as session:  # first: to copy it again costs less than a copy that is left
             losses.leaves(session, run, step)
             replicas.removed(session, run, step, requested, () if requested else self._tiers.names)
-        path = removal.discard(self._store, run, step)
-        try:
-            self._still_deciding()
-        except CatalogUnavailable:
-            self._store.bring_back(run, step, path)
-            with self._catalog.database.told_later(f"copies of {run}@{step} are used again"):
-                replicas.returned(self._catalog.database, run, [step])
-            raise
+        with _taken_back(self._store, self._catalog, run, step):
+            path = removal.discard(self._store, run, step)
+            try:
+                self._still_deciding()
+            except CatalogUnavailable:
+                self._store.bring_back(run, step, path)
+                raise
         return path
 
     def _tell(self, kind: str, text: str, run: str, step: int | None = None, level: Level = "info", **detail: Any) -> None:
@@ -386,3 +385,15 @@ def _nothing() -> None:
 
 def _alone(run: str, insists: bool) -> AbstractContextManager[Callable[[], None]]:
     return nullcontext(_nothing)
+
+
+@contextmanager
+def _taken_back(store: Store, catalog: Catalog, run: str, step: int) -> Iterator[None]:
+    """A checkpoint that stands after an error was not removed: it can be lost, and its copies are used again."""
+    try:
+        yield
+    except CheckpointError:
+        if step in store.steps(run):
+            with catalog.database.told_later(f"{run}@{step} was not removed"):
+                replicas.returned(catalog.database, run, [step])
+        raise
