@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -20,6 +22,7 @@ from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.daemon.arena import budget
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from holdfast_service.daemon.arena.shares import ShareHolder
+from holdfast_service.storage import scratch
 from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, content, saver_world
 
 
@@ -179,6 +182,34 @@ def test_a_slot_that_is_in_use_after_all_keeps_its_memory() -> None:
         arena.set_state(segment.memory, segment.geometry, 1, SlotState.FREE)
         segment._empty_memory(1)
         assert pages(rank) == {0}
+
+
+def test_a_slot_whose_memory_is_being_returned_is_leased_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two saves overlap while the daemon empties a slot: the second one gets it, and is not told that there is no memory."""
+    with saver_world() as world, ThreadPoolExecutor(1) as saves:
+        (rank,) = world.launch(1)
+        for slot, step in [(rank.lease(step), step) for step in (1, 2)]:
+            rank.fill_and_seal(step, slot)
+        assert rank.wait(2).state == "committed"
+        segment, give_back, asked = rank.segment, scratch.give_back, threading.Event()
+        leased: list[Future[int]] = []
+
+        def is_gone() -> bool:
+            asked.set()
+            return False
+
+        def lease(step: int) -> int:
+            return segment.lease(step, rank.attempt, 60.0, is_gone)
+
+        def meanwhile(*given: int) -> None:
+            lease(20)
+            leased.append(saves.submit(lease, 21))
+            asked.wait()  # it has found no slot
+            give_back(*given)
+
+        monkeypatch.setattr(scratch, "give_back", meanwhile)
+        calm(world, rank, 3)
+        assert {0, 1} == {*segment.taken, leased[0].result(30)}
 
 
 @pytest.fixture

@@ -148,20 +148,22 @@ class ArenaSegment:
         these one with an in-memory checkpoint last. Stops waiting if the rank is gone.
         """
         header, limit = SlotHeader(SlotState.LEASED, step, attempt, 0, 0, 0), time.monotonic() + wait_s
-        with self._changed:
-            slot, grows = self._claim(header, may_grow=False), False
-            wants = slot is None and bool(self._free)
-        if wants:  # without the lock: the arena's comes first
-            grows = self._may_grow(self.holder)
-        with self._changed:
-            while slot is None and (slot := self._claim(header, grows)) is None:
-                left = limit - time.monotonic()
-                if left <= 0 or is_gone():
-                    raise self._full(grows)
-                self._changed.wait(min(left, READ_POLL_S if self._free else GONE_POLL_S))
-            self._need.note(self.geometry.slots - len(self._free))
-            self._quiet = set(self._free)
-            when_leased = self._kept.pop(slot, None)
+        slot, grows, wants = None, False, False
+        while slot is None:
+            if wants:  # without the lock: the arena's comes first
+                grows = self._may_grow(self.holder)
+            with self._changed:
+                slot = self._claim(header, grows)
+                wants = slot is None and bool(self._free) and not (grows or wants)
+                if slot is None and not wants:
+                    left = limit - time.monotonic()
+                    if left <= 0 or is_gone():
+                        raise self._full(grows)
+                    self._changed.wait(min(left, READ_POLL_S if self._free else GONE_POLL_S))
+                elif slot is not None:
+                    self._need.note(self.geometry.slots - len(self._free))
+                    self._quiet = set(self._free)
+                    when_leased = self._kept.pop(slot, None)
         if when_leased is not None:
             when_leased()
         return slot
