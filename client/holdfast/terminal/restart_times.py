@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,11 +22,12 @@ from typing import NamedTuple
 
 from holdfast.link import roots
 from holdfast.link.exchange import connect, peer_of
-from holdfast_formats.errors import DaemonGone, InvalidRequest, StorageFailed
+from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest, StorageFailed
 
 TRAINER = "holdfast.demo.restarted_trainer"
 ROUNDS = 3
 BYTES_MIN = 2**20
+HINT = "`holdfast doctor` checks this machine"
 ANSWER_S = 300.0  # of one trainer, from its start to its save
 END_S = 60.0  # of a daemon
 
@@ -95,10 +96,12 @@ def _train(root: Path, size: int) -> Restart:
     command = [sys.executable, "-m", TRAINER, str(root), str(size // 2**20), str(time.monotonic())]
     with _killed(command) as trainer:
         assert trainer.stdout is not None and trainer.stderr is not None
+        if not select.select([trainer.stdout], [], [], ANSWER_S)[0]:
+            raise DeadlineExceeded(f"the trainer has not saved within {ANSWER_S:.0f} s", hint=HINT)
         line = trainer.stdout.readline()
         if not line:
             said = trainer.stderr.read().strip().rpartition("\n")[2]
-            raise StorageFailed(f"the trainer ended: {said}", hint="`holdfast doctor` checks this machine")
+            raise StorageFailed(f"the trainer ended: {said}", hint=HINT)
     told = json.loads(line)
     del told["step"]
     return Restart(**told)
@@ -106,16 +109,12 @@ def _train(root: Path, size: int) -> Restart:
 
 @contextmanager
 def _killed(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that is killed at the block's end, as a scheduler does it; before that, if it says nothing for too long."""
+    """A process that is killed at the block's end, as a scheduler does it."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        late = threading.Timer(ANSWER_S, process.kill)
-        late.daemon = True
-        late.start()
         try:
             yield process
         finally:
-            late.cancel()
             process.kill()
 
 
