@@ -49,11 +49,11 @@ class Lap(NamedTuple):
 
 
 @contextmanager
-def burning(processes: int) -> Iterator[None]:
+def burning(processes: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """So many processes that compute."""
     burners = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(processes)]
     try:
-        yield
+        yield burners
     finally:
         for burner in burners:
             burner.kill()
