@@ -86,7 +86,7 @@ class Checkpointer:
             paths.
         keep_last: How many of the newest checkpoints are kept; None leaves it to the run's retention policy.
         slots: How many saves can be in progress at a time, at most 64. Each that is in use takes shared memory of the
-            state's size; a second one is used only while saves overlap.
+            state's size; a second one is used only while saves overlap, or may soon.
         policy: Which save is dropped if storage is slower than the saves: `newest-wins`, `oldest-durable` or `wait` (none).
         fenced: Set True if you call `fence()` before changing tensors outside of the step of an optimizer in the state.
             Everything is then copied in the background.

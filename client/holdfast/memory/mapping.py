@@ -6,14 +6,14 @@ import ctypes
 import logging
 import mmap
 import os
-import threading
+from collections.abc import Callable
 from typing import Any
 
 from holdfast_files.direct import LARGE_BYTES
 
 log = logging.getLogger(__name__)
 
-TOUCH_BYTES = 64 * 2**20
+TOUCH_BYTES = 2 * 2**20  # at a time: a thread of the user that maps memory waits meanwhile
 _POPULATE_WRITE, _COLLAPSE = 23, 25  # madvise: Linux 5.14 and 6.1, without names in Python so far
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
@@ -36,13 +36,13 @@ class Mapping:
         shown = memoryview(room)[skipped : skipped + size]
         self.memory = shown if write else shown.toreadonly()
 
-    def touch(self, begin: int, end: int, stop: threading.Event) -> bool:
-        """Touch every page of a range, with large pages as long as there are any; False if `stop` was set before the end."""
+    def touch(self, begin: int, end: int, stopped: Callable[[], bool]) -> bool:
+        """Touch every page of a range, with large pages as long as there are any; False if `stopped` before the end."""
         large, start = True, begin
         while start < end:
             until = min(start - start % TOUCH_BYTES + TOUCH_BYTES, end)
-            large = large and self._put_large(start, until, stop)
-            if stop.is_set():
+            large = large and self._put_large(start, until, stopped)
+            if stopped():
                 return False
             if not self._advise(start, until - start, _POPULATE_WRITE):
                 log.info("shared memory cannot be faulted in ahead of time: %s", os.strerror(ctypes.get_errno()))
@@ -50,10 +50,10 @@ class Mapping:
             start = until
         return True
 
-    def _put_large(self, start: int, end: int, stop: threading.Event) -> bool:
-        """Make large pages of these bytes, until `stop` is set; False if none are available."""
+    def _put_large(self, start: int, end: int, stopped: Callable[[], bool]) -> bool:
+        """Make large pages of these bytes, until `stopped`; False if none are available."""
         for page in range(-(-start // LARGE_BYTES) * LARGE_BYTES, end - LARGE_BYTES + 1, LARGE_BYTES):
-            if stop.is_set():
+            if stopped():
                 break
             if not self._advise(page, mmap.PAGESIZE, _POPULATE_WRITE) or not self._advise(page, LARGE_BYTES, _COLLAPSE):
                 log.debug("no large pages for shared memory: %s", os.strerror(ctypes.get_errno()))

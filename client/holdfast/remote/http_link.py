@@ -62,6 +62,7 @@ class RemoteLink:
             wire.Hello: self._hello,
             wire.Reserve: self._reserve,
             wire.Lease: self._lease,
+            wire.Foresee: self._foresee,
             wire.Seal: self._seal,
             wire.Abandon: self._abandon,
             wire.Choose: self._choose,
@@ -194,6 +195,9 @@ class RemoteLink:
             segment.release(slot)
             raise
         return wire.Granted(reply_to=message.id, slot=slot, deadline_s=0.0)
+
+    def _foresee(self, message: wire.Foresee) -> wire.Foreseen:
+        return wire.Foreseen(reply_to=message.id, slot=None if self._segment is None else self._segment.foresee())
 
     def _seal(self, message: wire.Seal) -> wire.Sealed:
         courier = self._known()

@@ -87,6 +87,17 @@ class OwnSegment:
         arena.write_header(self.memory, self.geometry, slot, SlotHeader(SlotState.LEASED, step, attempt, 0, 0, 0))
         return slot
 
+    def foresee(self) -> int | None:
+        """The slot that another save would take before those under way have ended, if there is one with memory or room for
+        it. It counts as needed by the last save.
+        """
+        with self._changed:
+            slot = next(iter(self._next()), None)
+            if slot is not None:
+                self._used.add(slot)
+                self._need.foresee(self.geometry.slots - len(self._free) + 1)
+        return slot
+
     def release(self, slot: int) -> None:
         """Give back a slot into which nothing is written any more."""
         arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)

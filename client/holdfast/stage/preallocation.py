@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from holdfast.stage import cuda_copy
 from holdfast.stage.slots import Slots
 from holdfast.threads import own_threads
+from holdfast.threads.latch import Latch
 from holdfast_formats.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 
+Which = Callable[[Slots, Latch], Iterable[int]]
+
+
 class Preallocation:
     def __init__(
-        self, reserve: Callable[[], Slots], devices: Sequence[torch.device] = (), which: Sequence[int] = ()
+        self,
+        reserve: Callable[[], Slots],
+        devices: Sequence[torch.device] = (),
+        which: Which = lambda slots, stop: slots.first,
     ) -> None:
-        """Prepare these slots, by default those that are leased first."""
+        """Prepare these slots, by default those that are leased first. `RuntimeError` if no thread can start."""
         self._reserve, self._devices, self._which = reserve, devices, which
-        self._stop = threading.Event()
+        self._stop = Latch()
         self._thread = own_threads.begin(self._run, "holdfast-prepare", self._stop.set)
 
     def stop(self) -> None:
@@ -36,7 +42,7 @@ class Preallocation:
     def _run(self) -> None:
         try:
             slots = self._reserve()
-            for slot in self._which or slots.first:
+            for slot in self._which(slots, self._stop):
                 slots.touch(slot, self._stop)
                 if not self._stop.is_set():
                     cuda_copy.pin(slots, slot, self._devices)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 
 from holdfast.link.session import Session
-from holdfast.stage import cuda_copy, slot_growth
+from holdfast.stage import cuda_copy, next_slot, slot_growth
 from holdfast.stage.preallocation import Preallocation
 from holdfast.stage.save_task import SaveTask
 from holdfast.stage.slots import AverageRoom, Slots
 from holdfast.tensors.leaves import Leaf
+from holdfast.tickets import SaveTicket
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,8 @@ class Reservation:
         self._leaves: tuple[Leaf, ...] = ()  # the room that was requested last
         self._touching: list[Preallocation] = []
         self._begun: dict[int, int] = {}  # slots that are prepared, or will be soon, with `emptied` of that time
+        self._ahead: Preallocation | None = None  # of the slot after that of the last save
+        self._pace = next_slot.SavePace()
 
     @property
     def slots(self) -> Slots | None:
@@ -66,11 +71,23 @@ class Reservation:
         self._prepare(slots, slots.first)
         return slots
 
-    def leased(self, slots: Slots, slot: int) -> None:
-        """A save begins in this slot: if it had no memory, its pages are prepared while they are filled."""
+    def leased(self, slots: Slots, slot: int, ticket: SaveTicket, alone: bool) -> None:
+        """A save begins in this slot: if it had no memory, its pages are prepared while they are filled. If the save takes
+        long, and the next one does not wait for it (`alone`), the next slot is prepared as well.
+        """
         cuda_copy.unpin_emptied(slots)
-        if slots is self._slots and self._begun.get(slot) != slots.emptied(slot):
+        if slots is not self._slots:
+            return
+        if self._ahead is not None:
+            self._ahead.stop()  # at low priority, which this save must not wait for
+        if self._begun.get(slot) != slots.emptied(slot):
             self._prepare(slots, [slot])
+        looms_s = self._pace.begins()
+        if slots.geometry.slots > 1 and not (alone or slots.spilled):
+            with suppress(RuntimeError):  # no thread can start any more
+                which = partial(next_slot.foreseen, looms_s)
+                self._ahead = ahead = Preallocation(lambda: slots, cuda_copy.homes(self._leaves), which)
+                ticket.when_ended(lambda error: ahead.stop())
 
     def close(self) -> None:
         """Stop touching memory, and unlock its pages. The memory itself is freed when the session ends."""
@@ -81,9 +98,12 @@ class Reservation:
 
     def _prepare(self, slots: Slots, which: Sequence[int]) -> None:
         self._begun |= {slot: slots.emptied(slot) for slot in which}
-        self._touching.append(Preallocation(lambda: slots, cuda_copy.homes(self._leaves), which))
+        with suppress(RuntimeError):  # no thread can start any more
+            self._touching.append(Preallocation(lambda: slots, cuda_copy.homes(self._leaves), lambda slots, stop: which))
 
     def _stop_touching(self) -> None:
         for touching in self._touching:
             touching.stop()
-        self._touching, self._begun = [], {}
+        if self._ahead is not None:
+            self._ahead.stop()
+        self._touching, self._begun, self._ahead = [], {}, None

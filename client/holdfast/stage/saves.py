@@ -225,7 +225,7 @@ class Saves:
         def lease() -> Slot:
             slots = self._reservation.room_for(part.need, last)
             slot = slots.lease(ticket.step, ticket.attempt, wait_s, policy, part.intent, unwritten)
-            self._reservation.leased(slots, slot.index)
+            self._reservation.leased(slots, slot.index, ticket, alone=asked.wait == "durable")
             return slot
 
         with rank.tickets.beginning(ticket):

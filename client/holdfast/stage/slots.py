@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.memory.mapping import Mapping
+from holdfast.threads.latch import Latch
 from holdfast.transport import Transport
 from holdfast_formats import memory_bounds
 from holdfast_formats.digest import digest
@@ -112,12 +113,12 @@ class Slots:
         finally:
             os.close(fd)
 
-    def touch(self, slot: int, stop: threading.Event) -> None:
+    def touch(self, slot: int, stop: Latch) -> None:
         """Map every page of a slot, so that the next save is as fast as later ones; ends early when `stop` is set."""
         with self._touching:  # a second thread waits here and finds it done
             if not self.is_ready(slot):
                 emptied, begin = self.emptied(slot), self.geometry.header_offset(slot)
-                if self._mapping.touch(begin if slot else 0, begin + self.geometry.slot_bytes, stop):
+                if self._mapping.touch(begin if slot else 0, begin + self.geometry.slot_bytes, stop.is_set):
                     self._touched[slot] = emptied
 
     def is_ready(self, slot: int) -> bool:
@@ -135,6 +136,13 @@ class Slots:
 
     def fits(self, data_bytes: int, table_bytes: int) -> bool:
         return data_bytes <= self.geometry.data_bytes and table_bytes <= self.geometry.table_bytes_max
+
+    def foresee(self) -> int | None:
+        """The slot that another save would take before those under way are written. From now on it counts as needed, and
+        there is memory for it; None if there is no such slot.
+        """
+        message = wire.Foresee(id=self.link.next_id(), bounds=tuple(memory_bounds.of_process()))
+        return self.link.request(message, wire.Foreseen, WHILE_CONNECTED_S).slot
 
     def lease(
         self,

@@ -41,6 +41,11 @@ class RecentNeed:
         """A save begins; so many slots are taken now, with its own."""
         self._taken.append(taken)
 
+    def foresee(self, taken: int) -> None:
+        """The save that began last takes so long that the next one may begin with so many slots taken."""
+        if self._taken:
+            self._taken[-1] = max(self._taken[-1], taken)
+
     def surplus(self, with_pages: Collection[int], taken: int, idle: Collection[int]) -> list[int]:
         """Which of the `idle` slots to empty, while `taken` ones are in use: as many as none of the last saves needed."""
         if len(self._taken) < CALM_SAVES:

@@ -122,6 +122,22 @@ class Granted(Reply):
     deadline_s: float
 
 
+class Foresee(Request):
+    """Another save may begin before those under way are written: which slot would it take? `bounds` are as in `Lease`. The
+    reply is `Foreseen`.
+    """
+
+    type: Literal["foresee"] = "foresee"
+    bounds: Bounds = ()
+
+
+class Foreseen(Reply):
+    """The free slot that is leased next; the rank may touch it. None if none is free, or has or can have memory."""
+
+    type: Literal["foreseen"] = "foreseen"
+    slot: int | None = None
+
+
 class Seal(Request):
     type: Literal["seal"] = "seal"
     slot: int = Field(ge=0)
@@ -356,6 +372,7 @@ ToDaemon = Annotated[
     | Reserve
     | Attach
     | Lease
+    | Foresee
     | Withdraw
     | Seal
     | Abandon
@@ -381,6 +398,7 @@ ToRank = Annotated[
     Welcome
     | Segment
     | Granted
+    | Foreseen
     | Sealed
     | Chosen
     | Judged

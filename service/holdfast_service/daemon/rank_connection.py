@@ -70,6 +70,7 @@ class RankConnection:
             wire.Reserve: self._reserve,
             wire.Attach: self._attach,
             wire.Lease: self._lease,
+            wire.Foresee: self._foresee,
             wire.Withdraw: lambda request: self._withdrawn.discard(request.step),
             wire.Seal: self._seal,
             wire.Abandon: self._abandon,
@@ -223,10 +224,21 @@ class RankConnection:
             )
             self._plane.saver.give_up(who, request.step, late)
             raise late
-        if request.bounds:
-            self._segments[-1].count_for(self._holder(who, request.bounds))
+        self._count(who, request.bounds)
         slot = self._plane.saver.lease(who, self._segments[-1], request, request.wait_s)
         return wire.Granted(reply_to=request.id, slot=slot, deadline_s=LEASE_DEADLINE_S)
+
+    def _foresee(self, request: wire.Foresee) -> wire.Reply:
+        who = self._known()
+        if not self._segments:
+            raise InvalidRequest("a segment must be reserved before one of its slots is needed")
+        self._count(who, request.bounds)
+        return wire.Foreseen(reply_to=request.id, slot=self._segments[-1].foresee())
+
+    def _count(self, who: Participant, bounds: Sequence[Bound]) -> None:
+        """Note what the rank's own limits are now, if it says so."""
+        if bounds:
+            self._segments[-1].count_for(self._holder(who, bounds))
 
     def _seal(self, request: wire.Seal) -> wire.Reply:
         try:

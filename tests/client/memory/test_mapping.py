@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,16 +31,14 @@ def test_touching_changes_nothing(fd: int) -> None:
     before = octets.tobytes()
     reader = Mapping(fd, write=False)
     assert bytes(reader.memory) == before
-    assert writer.touch(0, SIZE, threading.Event())
+    assert writer.touch(0, SIZE, lambda: False)
     assert bytes(reader.memory) == octets.tobytes() == before == os.pread(fd, SIZE, 0)
     assert os.fstat(fd).st_blocks * 512 >= SIZE
 
 
 def test_a_touch_that_is_stopped_leaves_memory_alone(fd: int) -> None:
-    """With `stop` set before it begins no page is made."""
-    stop = threading.Event()
-    stop.set()
-    assert not Mapping(fd, write=True).touch(0, SIZE, stop)
+    """Stopped before it begins, it makes no page."""
+    assert not Mapping(fd, write=True).touch(0, SIZE, lambda: True)
     assert os.fstat(fd).st_blocks == 0
 
 
@@ -49,7 +46,7 @@ def test_a_touch_that_is_stopped_leaves_memory_alone(fd: int) -> None:
 def test_a_range_is_touched_alone(fd: int, begin: int) -> None:
     """Large pages are made only where they do not reach beyond it: what is beside it belongs to another slot."""
     end = SIZE - 2 * mmap.PAGESIZE
-    assert Mapping(fd, write=True).touch(begin, end, threading.Event())
+    assert Mapping(fd, write=True).touch(begin, end, lambda: False)
     assert os.fstat(fd).st_blocks * 512 == end - begin
 
 

@@ -127,6 +127,14 @@ def test_the_same_save_and_restore(far: RunningDaemon, run: str) -> None:
         assert torch.equal(state["x"], before)
 
 
+def test_the_slot_of_a_later_save_is_known_ahead(far: RunningDaemon, run: str) -> None:
+    """A rank with slots of its own asks itself."""
+    with Checkpointer(run, {"x": torch.ones(8)}, at=far.url) as checkpointer:
+        checkpointer.prepare(wait=True)
+        slots = checkpointer._reservation.slots
+        assert slots is not None and slots.foresee() == 0
+
+
 def test_a_step_exists_once_and_an_older_launch_is_fenced_off(far: RunningDaemon, run: str) -> None:
     """save() itself raises what refuses the step, as beside the daemon."""
     first = Checkpointer(run, {"x": torch.ones(1)}, at=far.url)

@@ -48,3 +48,27 @@ def test_without_memory_for_a_second_slot_there_is_none(segment: OwnSegment, mon
         fill(segment, 2)
     segment.release(first)
     assert fill(segment, 3) == first
+
+
+def test_a_slot_that_another_save_may_need_soon_counts_as_needed(segment: OwnSegment) -> None:
+    """It keeps the memory that was touched ahead of need, until so many saves in a row have ended in time."""
+    for step in range(2 * CALM_SAVES):
+        slot, foreseen = fill(segment, step), segment.foresee()
+        assert {slot, foreseen} == {0, 1}
+        segment.memory[segment.geometry.data_offset(1)] = 1
+        segment.release(slot)
+        assert have_pages(segment.fd, segment.geometry) == {0, 1}
+    for step in range(20, 20 + CALM_SAVES):
+        segment.release(fill(segment, step))
+    assert have_pages(segment.fd, segment.geometry) == {0}
+
+
+def test_memory_that_is_not_there_is_not_foreseen(segment: OwnSegment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a slot, if all are in use."""
+    fill(segment, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_bounds, "of_machine", lambda proc: memory_bounds.Bound("machine", 2**20, 0))
+        assert segment.foresee() is None
+    assert segment.foresee() == 1
+    fill(segment, 2)
+    assert segment.foresee() is None

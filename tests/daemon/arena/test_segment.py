@@ -254,3 +254,34 @@ def test_the_limits_of_the_rank_are_those_of_the_moment(scarce: list[Bound]) -> 
             rank.lease(21)
         told(rank.segment.geometry.slot_bytes)
         assert rank.lease(22) == 1
+
+
+def test_a_slot_that_another_save_may_need_soon_keeps_its_memory() -> None:
+    """Its rank touches it ahead of need. Once so many saves have ended in time, its memory is returned."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        calm(world, rank, 1)
+        for step in range(20, 20 + 2 * CALM_SAVES):
+            slot, foreseen = rank.lease(step), rank.segment.foresee()
+            assert foreseen == 1 - slot
+            rank.segment.memory[rank.segment.geometry.data_offset(foreseen)] = 1
+            rank.fill_and_seal(step, slot)
+            assert rank.wait(step).state == "committed"
+            world.arena.give_back_spare()
+            assert pages(rank) == {0, 1}
+        calm(world, rank, 100)
+        assert len(pages(rank)) == 1
+
+
+def test_memory_that_is_not_there_is_not_foreseen(scarce: list[Bound]) -> None:
+    """Nor is a slot, if all are in use."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        calm(world, rank, 1)
+        rank.lease(20)
+        scarce[0] = Bound("machine", 2**20, 0)
+        assert rank.segment.foresee() is None
+        scarce[0] = Bound("machine", 2**40, 2**40)
+        assert rank.segment.foresee() == 1
+        rank.lease(21)
+        assert rank.segment.foresee() is None

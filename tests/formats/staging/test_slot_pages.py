@@ -65,5 +65,10 @@ def test_what_none_of_the_last_saves_needed_is_surplus() -> None:
     assert need.surplus({0, 1, 2}, 1, {0, 1}) == [1], "one of the last saves needed two"
     need.note(1)
     assert need.surplus({0, 1, 2}, 0, {0, 1}) == [1, 0], "the third, which is not idle, stays"
+    need.foresee(2)
+    assert need.surplus({0, 1, 2}, 0, {0, 1, 2}) == [2], "the last save nearly needed two"
     assert need.surplus({0, 1}, 2, {1}) == []
+    for _ in range(CALM_SAVES):
+        need.note(1)
+    assert need.surplus({0, 1}, 0, {0, 1}) == [1]
     assert need.surplus({1}, 0, {1}) == []

@@ -121,8 +121,7 @@ class AverageSegment:
 
     def is_at(self, fd: int) -> bool:
         """Whether a descriptor is of this memory."""
-        mine, other = os.fstat(self.fd), os.fstat(fd)
-        return (mine.st_dev, mine.st_ino) == (other.st_dev, other.st_ino)
+        return os.path.sameopenfile(self.fd, fd)
 
     def close(self) -> None:
         """Free the memory, once the last view of it is gone."""

@@ -109,9 +109,7 @@ class ArenaSegment:
         if geometry.segment_bytes > os.fstat(fd).st_size:
             raise InvalidRequest("a truncated staging arena")
         segment = cls(fd, geometry, owner, name, spilled=spilled, may_grow=may_grow)
-        for slot in range(geometry.slots):
-            if segment.state(slot) is not SlotState.FREE:
-                segment._free.remove(slot)
+        segment._free = {slot for slot in range(geometry.slots) if segment.state(slot) is SlotState.FREE}
         return segment
 
     def find_taken(self) -> list[int]:
@@ -126,8 +124,7 @@ class ArenaSegment:
 
     def is_at(self, fd: int) -> bool:
         """Whether a descriptor is of this memory."""
-        mine, other = os.fstat(self.fd), os.fstat(fd)
-        return (mine.st_dev, mine.st_ino) == (other.st_dev, other.st_ino)
+        return os.path.sameopenfile(self.fd, fd)
 
     def state(self, slot: int) -> SlotState:
         """The state in a slot's header; an invalid header is replaced by a free slot's."""
@@ -168,9 +165,23 @@ class ArenaSegment:
             when_leased()
         return slot
 
+    def foresee(self) -> int | None:
+        """The slot that another save would take before those under way have ended, if there is one with memory or room for
+        it. It counts as needed by the last save: its rank touches it ahead of need.
+        """
+        grows = self._may_grow(self.holder)
+        with self._changed:
+            slot = next(iter(self._in_order(grows)), None)
+            if slot is not None:
+                self._need.foresee(self.geometry.slots - len(self._free) + 1)
+        return slot
+
+    def _in_order(self, may_grow: bool) -> list[int]:
+        return in_order(self._free, have_pages(self.fd, self.geometry), lambda slot: slot in self._kept, may_grow)
+
     def _claim(self, header: SlotHeader, may_grow: bool) -> int | None:
         """Take a slot that is free, and that no process is reading, and write its header."""
-        for slot in in_order(self._free, have_pages(self.fd, self.geometry), lambda slot: slot in self._kept, may_grow):
+        for slot in self._in_order(may_grow):
             if _lock(self.fd, self.geometry, slot, fcntl.F_WRLCK):
                 self._empty(slot)
                 arena.write_header(self.memory, self.geometry, slot, header)
