@@ -82,6 +82,7 @@ SOCKET_ALONE: dict[Model, str] = {
     wire.WatchLinks: "a rank without the daemon's directory has nowhere to link to",
     **dict.fromkeys((wire.ReserveAverage, wire.AttachAverage, wire.RingAverage), "an average is in shared memory"),
     **dict.fromkeys((wire.Held, wire.HeldElsewhere, wire.HeldSlots, wire.Fetch, wire.Fetched), "slots in shared memory"),
+    **dict.fromkeys((wire.Foresee, wire.Foreseen), "over HTTP a rank knows its own slots"),
 }
 HTTP_ALONE: dict[Model, str] = {bodies.Outcomes: "a list of uploads, for ranks that ask; the socket tells each unasked"}
 STATED_TWICE = {
