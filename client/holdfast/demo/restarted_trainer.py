@@ -43,7 +43,7 @@ def main(root: str, mib: int, began: float) -> None:
     print(
         json.dumps(
             {phase: after - before for phase, before, after in zip(phases, marks, marks[1:], strict=False)}
-            | {"save": saved - saving, "step": step, "source": restored.source if restored else ""}
+            | {"save": saved - saving, "source": restored.source if restored else ""}
         ),
         flush=True,
     )

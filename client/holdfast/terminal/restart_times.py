@@ -67,12 +67,12 @@ def measure(directory: Path, size: int, on_step: Callable[[str], None] = lambda 
                 on_step(f"saving, round {number + 1} of {ROUNDS}")
                 _train(root, size)
                 on_step("restarting the trainer")
-                found["trainer killed"].append(_train(root, size))
+                found["trainer killed"].append(_restart(root, size))
                 _end_daemon(root)
                 root.rename(moved)  # so that no process that kept memory for it is found
                 _forget_pages(moved)
                 on_step("restarting all")
-                found["machine started again"].append(_train(moved, size))
+                found["machine started again"].append(_restart(moved, size))
             finally:
                 _end_daemon(root)
                 _end_daemon(moved)
@@ -91,6 +91,14 @@ def _median(restarts: Sequence[Restart]) -> Restart:
     )
 
 
+def _restart(root: Path, size: int) -> Restart:
+    """As `_train`, where there is a checkpoint. A start that restored nothing is no measurement."""
+    restart = _train(root, size)
+    if not restart.source:
+        raise StorageFailed(f"the trainer restored nothing from {root}", hint=HINT)
+    return restart
+
+
 def _train(root: Path, size: int) -> Restart:
     """Start a trainer, and kill it once it has saved."""
     command = [sys.executable, "-m", TRAINER, str(root), str(size // 2**20), str(time.monotonic())]
@@ -102,9 +110,7 @@ def _train(root: Path, size: int) -> Restart:
         if not line:
             said = trainer.stderr.read().strip().rpartition("\n")[2]
             raise StorageFailed(f"the trainer ended: {said}", hint=HINT)
-    told = json.loads(line)
-    del told["step"]
-    return Restart(**told)
+    return Restart(**json.loads(line))
 
 
 @contextmanager

@@ -54,6 +54,13 @@ def test_too_few_bytes(tmp_path: Path) -> None:
         restart_times.measure(tmp_path, 2**19)
 
 
+def test_a_start_that_restores_nothing(tmp_path: Path) -> None:
+    """Is no measurement, and is told."""
+    with pytest.raises(StorageFailed, match="restored nothing"):
+        restart_times._restart(tmp_path / "root", 2**20)
+    restart_times._end_daemon(tmp_path / "root")
+
+
 def test_a_trainer_that_fails(tmp_path: Path) -> None:
     """Its last words are told."""
     (tmp_path / "root").write_bytes(b"")
