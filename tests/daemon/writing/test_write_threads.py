@@ -118,17 +118,27 @@ def test_what_was_not_begun_is_cancelled_at_the_end(hands: Hands) -> None:
     assert left.cancelled()
 
 
-def test_none_stays_where_the_process_gets_no_more(hands: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at the limit of processes of a container: the save fails, and takes no thread from the next one."""
+@pytest.mark.parametrize("most", [1, WORKERS, WORKERS + 1])
+def test_a_save_goes_on_with_the_threads_that_there_are(hands: Hands, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """At the limit of processes of a container. None stays that the next save would lack."""
     start, started = threading.Thread.start, []
 
     def limited(thread: threading.Thread) -> None:
-        if len(started) == WORKERS + 1:
+        if len(started) == most:
             raise RuntimeError("can't start new thread")
         started.append(thread)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
+    with WriteThreads(Schedule(SIZE, SIZE, hands)) as threads:
+        assert [threads.submit(1, nice).result() for _ in range(5)] == [raised(0)] * 5
+    assert len(started) == most and not any(one.is_alive() for one in started)
+
+
+def test_a_save_without_any_thread_fails(hands: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
     with pytest.raises(RuntimeError, match="can't start"), WriteThreads(Schedule(SIZE, SIZE, hands)):
         pass
-    assert len(started) == WORKERS + 1 and not any(one.is_alive() for one in started)

@@ -73,12 +73,13 @@ class WriteThreads:
         ]
 
     def __enter__(self) -> WriteThreads:
-        try:
-            for thread in self._threads:
+        for number, thread in enumerate(self._threads):  # the lowest level first: higher ones are for saves that are late
+            try:
                 thread.start()
-        except RuntimeError:  # the process may have no more: those that it got would stay for good
-            self.__exit__()
-            raise
+            except RuntimeError:  # the process may have no more
+                if not number:
+                    raise
+                break
         return self
 
     def __exit__(self, *_: object) -> None:
