@@ -71,7 +71,8 @@ class StagedFragment(msgspec.Struct, frozen=True, array_like=True):
 
     The boxes' bytes follow each other from `slot_offset` on. A flat range is the few boxes of `region.flat_boxes`, so later
     code has boxes only. `placement` is the framework's description, as text. With `rounded_from`, no slot has any byte of
-    it: it is the tensor of the same name in that group, rounded to nearest even.
+    it: it is the tensor of the same name in that group, rounded to nearest even. `frozen`: nothing in the rank's state
+    trains it, so its bytes are expected to stay. That is no proof: only digests are.
     """
 
     spec: TensorSpec
@@ -79,6 +80,7 @@ class StagedFragment(msgspec.Struct, frozen=True, array_like=True):
     slot_offset: int
     placement: str = ""
     rounded_from: str = ""
+    frozen: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -298,7 +298,9 @@ class DeclaredLayout:
                 else:
                     refuse_two(before, piece, (first.path, leaf.path), spec.name)
         alone = all(leaf.alone for leaf, _ in sources)
-        return Leaf(spec.group, spec.name, spec.dtype, spec.shape, tuple(pieces.values()), self._placement, alone=alone)
+        frozen = all(leaf.frozen for leaf, _ in sources)
+        held = tuple(pieces.values())
+        return Leaf(spec.group, spec.name, spec.dtype, spec.shape, held, self._placement, alone=alone, frozen=frozen)
 
 
 def declare(given: ParallelLayout, launch: Launch, assets: Mapping[str, bytes]) -> DeclaredLayout:

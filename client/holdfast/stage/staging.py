@@ -106,7 +106,7 @@ def lay_out(
         place = in_page.get((leaf.group, leaf.name))
         end += -end % ALIGNMENT_BYTES if place is None else (place - end) % PAGE_BYTES
         boxes = tuple(piece.box for piece in leaf.pieces)
-        fragments.append(StagedFragment(spec, boxes, end, leaf.placement, leaf.rounded_from))
+        fragments.append(StagedFragment(spec, boxes, end, leaf.placement, leaf.rounded_from, leaf.frozen))
         encoded.append(slot_table.encode_fragment(fragments[-1]))
         for piece in leaf.pieces:
             copies.append(Copy(leaf.path, piece.tensor, end, not settled(leaf, piece)))

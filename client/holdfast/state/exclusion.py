@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.left_out import LeftOutNote
 from holdfast.state import extras, rng, state_tensors
-from holdfast.state.modules import EMA, MODEL, NamedTensors, is_trained
+from holdfast.state.modules import EMA, MODEL, NamedTensors, inner_names, is_trained
 from holdfast.tensors.json_values import referred
 from holdfast.tensors.leaves import Key, Leaf, covers, is_ignored
 from holdfast_formats.errors import InvalidRequest
@@ -52,18 +52,10 @@ def trained(named: Sequence[NamedTensors], stepped: Iterable[str]) -> dict[Key, 
     for part in named:
         if part.group == EMA:
             for name in part.state.tensors:
-                weight = next((inner for inner in _inner_names(name) if (MODEL, inner) in why), None)
+                weight = next((inner for inner in inner_names(name) if (MODEL, inner) in why), None)
                 if weight is not None:
                     why[EMA, part.prefix + name] = f"{MODEL}/{weight} is trained"
     return why
-
-
-def _inner_names(name: str) -> Iterator[str]:
-    """The name, and its suffixes without the names of surrounding modules, as in `module.weight`."""
-    yield name
-    while "." in name:
-        name = name.partition(".")[2]
-        yield name
 
 
 def keep_trained(named: Sequence[NamedTensors], stepped: Iterable[str]) -> list[NamedTensors]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, NoReturn, Protocol
 
@@ -13,7 +12,7 @@ from holdfast.left_out import LeftOutNote
 from holdfast.tensors import live_pieces
 from holdfast.tensors.fragments import Storable, global_shape, is_sharded, local_tensors
 from holdfast.tensors.matching import MatchedLeaves
-from holdfast.tensors.torch_dtypes import MemorySpan, has_memory, memory_span
+from holdfast.tensors.torch_dtypes import MemorySpans, has_memory, memory_span
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.region import Box, intersect
 
@@ -63,13 +62,17 @@ def beside(
     """
     pairs = [MasterPair(*one) for optimizer in optimizers for one in optimizer.masters()]
     pairs += [MasterPair(name, weights[name], masters[name]) for name in masters if name in weights]
-    stepped = {name for optimizer in optimizers for name in optimizer.parameter_names()}
+    pairs += in_place_of(weights, {name for optimizer in optimizers for name in optimizer.parameter_names()})
+    nameless = tuple(MasterPair(name, value, value) for name, value in masters.items() if name not in weights)
+    return BesideWeights(tuple(weights.values()), tuple(pairs), nameless, tuple(averages))
+
+
+def in_place_of(weights: Mapping[str, Storable], stepped: Collection[str]) -> Iterator[MasterPair]:
+    """Weights that an optimizer does not step, each with the wider tensor of another module that it steps instead."""
     for name in (name for name in weights if name in stepped):
         weight = weights.get(inner := name.partition(".")[2])
         if weight is not None and inner not in stepped and is_wider(weights[name], weight):
-            pairs.append(MasterPair(inner, weight, weights[name]))
-    nameless = tuple(MasterPair(name, value, value) for name, value in masters.items() if name not in weights)
-    return BesideWeights(tuple(weights.values()), tuple(pairs), nameless, tuple(averages))
+            yield MasterPair(inner, weight, weights[name])
 
 
 def is_wider(copy: Storable, weight: Storable) -> bool:
@@ -138,7 +141,7 @@ def settle(restoration: MatchedLeaves, beside_weights: BesideWeights, retention_
     """
     if retention_request not in (None, "from-model"):
         raise InvalidRequest(f"masters must be 'from-model' or None, not {retention_request!r}")
-    filled = _Spans(memory_span(piece.tensor) for leaf in restoration.live for piece in leaf.pieces)
+    filled = MemorySpans(memory_span(piece.tensor) for leaf in restoration.live for piece in leaf.pieces)
     weights_filled = any(_in(weight, filled) for weight in beside_weights.weights)
     if weights_filled and any(_stays(average, filled) for average in beside_weights.averages):
         text = "the group ema was not restored with the weights: it still contains the average of the previous weights"
@@ -229,30 +232,12 @@ def _copies(pair: MasterPair) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     return overlapping
 
 
-class _Spans:
-    """Spans of memory. Copies of several weights may be slices of one buffer, partly restored."""
-
-    def __init__(self, spans: Iterable[MemorySpan]) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-        for start, stop in sorted(spans):
-            if self._stops and start <= self._stops[-1]:
-                self._stops[-1] = max(stop, self._stops[-1])
-            else:
-                self._starts.append(start)
-                self._stops.append(stop)
-
-    def meet(self, span: MemorySpan) -> bool:
-        before = bisect_left(self._starts, span.stop) - 1
-        return before >= 0 and self._stops[before] > span.start
-
-
-def _in(value: Storable, filled: _Spans) -> bool:
+def _in(value: Storable, filled: MemorySpans) -> bool:
     locals_ = local_tensors(value)
     return any(has_memory(t) and t.numel() > 0 and filled.meet(memory_span(t)) for t in locals_)
 
 
-def _stays(value: Storable, filled: _Spans) -> bool:
+def _stays(value: Storable, filled: MemorySpans) -> bool:
     """Whether a copy keeps its old value. If this rank has no element of it, other ranks hold it."""
     return any(local.numel() > 0 for local in local_tensors(value)) and not _in(value, filled)
 

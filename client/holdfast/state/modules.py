@@ -225,6 +225,14 @@ def parameter_names(tensors: Mapping[str, Storable], prefix: str = "") -> dict[i
     return named
 
 
+def inner_names(name: str) -> Iterator[str]:
+    """The name, and its suffixes without the names of surrounding modules, as in `module.weight`."""
+    yield name
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
 def tied(tensors: Mapping[str, Storable]) -> dict[str, str]:
     """Alias -> first name, for tensors that are the same elements of the same memory."""
     first: dict[tuple[Any, ...], str] = {}

@@ -30,16 +30,7 @@ from holdfast.layout.places import land
 from holdfast.layout.rank_view import Live
 from holdfast.left_out import LeftOutNote
 from holdfast.read.overwrite_guard import OverwriteGuard
-from holdfast.state import (
-    entries,
-    extras,
-    masters,
-    optimizer_resume,
-    optimizer_wrappers,
-    rng,
-    sharding_marks,
-    state_tensors,
-)
+from holdfast.state import entries, extras, frozen, masters, optimizer_resume, optimizer_wrappers, rng, state_tensors
 from holdfast.state.change_watch import ChangeWatch
 from holdfast.state.containers import ContainerKeeper
 from holdfast.state.entries import AskedEntry, StatePart
@@ -63,6 +54,7 @@ from holdfast.state.untracked import unsaved
 from holdfast.state.untracked.load_hooks import LoadHooks
 from holdfast.state.untracked.optimizer_numbers import SavedNumbers, WrapperNumbers
 from holdfast.state.untracked.unsaved import Unsaved, UnsavedState
+from holdfast.tensors import sharding_marks
 from holdfast.tensors.fragments import Storable, is_sharded
 from holdfast.tensors.leaves import Content, Key, KnownLeaf, Leaf, OfferedLeaves, PartPlan, Selection, check_groups
 from holdfast.tensors.matching import MatchedLeaves, match_leaves
@@ -241,7 +233,7 @@ class TrainState:
     def _part_of(self, groups: Collection[str]) -> SnapshotOf:
         parts = self._parts()
         wanted = check_groups(groups, parts.groups)
-        content = Content(known=self._known)
+        content = Content(known=self._known, frozen=frozen.keys(parts.named, parts.optimizers))
         self.unsaved.record()
         for part in parts.all:
             # Optimizer state is placed as its parameters are, so a layout needs these as well.
@@ -263,7 +255,8 @@ class TrainState:
         """Walk through everything, and record what detects later changes."""
         self._temporaries.refuse(self.state)
         parts = self._parts()
-        content, watch = Content(known=self._known), ChangeWatch()
+        content = Content(known=self._known, frozen=frozen.keys(parts.named, parts.optimizers))
+        watch = ChangeWatch()
         for part in parts.named:
             part.collect(content)
         documents = tuple(optimizer.collect_tensors(content) for optimizer in parts.optimizers)
@@ -287,6 +280,7 @@ class TrainState:
         if watch.possible:
             tensors = [part.tensors() for part in parts.named] + [part.tensors() for part in parts.optimizers]
             watch.see_memory(chain.from_iterable(tensors))
+            watch.see_trained(chain.from_iterable(part.tensors() for part in parts.named))
         if self.declared is not None:
             content = self.declared.outward(content, _live(parts.named))
         return _Walk(parts, content, documents, watch, dict(self.state))

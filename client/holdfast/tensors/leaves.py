@@ -29,6 +29,7 @@ class Leaf(NamedTuple):
 
     `plain`: does not state its own place, unlike a DTensor or Fragments. `alone`: by its placements no other rank holds
     any of it. `rounded_from`: not copied, because the daemon rounds it from the tensor of the same name in that group.
+    `frozen`: nothing in the state trains it, so its bytes are expected to stay.
     """
 
     group: str
@@ -40,6 +41,7 @@ class Leaf(NamedTuple):
     plain: bool = False
     alone: bool = False
     rounded_from: str = ""
+    frozen: bool = False
 
     @property
     def key(self) -> Key:
@@ -123,6 +125,7 @@ class Content:
     mesh: dict[str, int] = field(default_factory=dict)
     known: dict[Key, KnownLeaf] = field(default_factory=dict)
     taken: Collection[Key] = ()  # names of leaves collected elsewhere
+    frozen: Collection[Key] = ()  # names of leaves that nothing in the state trains
 
     def add(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
         """Add a tensor; `local` replaces its memory, piece for piece. A second tensor of the same name is refused."""
@@ -141,12 +144,14 @@ class Content:
             memory = (*memory, *fragments.local_tensors(value))
         if not all(map(has_memory, memory)):
             return describe(group, name, value, local)  # raises, with the name
-        form: tuple[object, ...] = tuple((part.data_ptr(), part.dtype, part.shape, part.stride()) for part in memory)
+        frozen = (group, name) in self.frozen
+        form = (frozen, *((part.data_ptr(), part.dtype, part.shape, part.stride()) for part in memory))
         if isinstance(value, Fragment | FragmentList):
             form = (*form, *(part.place for part in fragments.parts_of(value) if isinstance(part, Fragment)))
         before = self.known.get((group, name))
         if before is None or fragments.objects(before.value) != fragments.objects(value) or before.form != form:
-            before = self.known[group, name] = KnownLeaf(value, form, *describe(group, name, value, local))
+            leaf, mesh = describe(group, name, value, local)
+            before = self.known[group, name] = KnownLeaf(value, form, leaf._replace(frozen=frozen), mesh)
         return before.leaf, before.mesh
 
     def add_value(self, group: str, key: str, text: str) -> None:

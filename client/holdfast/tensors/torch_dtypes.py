@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -140,6 +141,24 @@ def memory_span(tensor: torch.Tensor) -> MemorySpan:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return MemorySpan(start, start + (last + 1) * tensor.element_size() if tensor.numel() else start)
+
+
+class MemorySpans:
+    """Spans of memory, of which several may be slices of one buffer."""
+
+    def __init__(self, spans: Iterable[MemorySpan]) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for start, stop in sorted(spans):
+            if self._stops and start <= self._stops[-1]:
+                self._stops[-1] = max(stop, self._stops[-1])
+            else:
+                self._starts.append(start)
+                self._stops.append(stop)
+
+    def meet(self, span: MemorySpan) -> bool:
+        before = bisect_left(self._starts, span.stop) - 1
+        return before >= 0 and self._stops[before] > span.start
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -31,7 +31,8 @@ class HeldTensor(msgspec.Struct, frozen=True, array_like=True):
 
     spec: TensorSpec
     placement: str
-    rounded_from: str = ""  # as of `StagedFragment`
+    rounded_from: str = ""  # as of `StagedFragment`, and so is `frozen`
+    frozen: bool = False
 
 
 class _Encoded(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +75,7 @@ class Declaration(NamedTuple):
             count = int(self.boxes[number])
             held = tuple(self.different[box] for box in self.box[at : at + count].tolist())
             of = self.tensors[int(self.tensor[number])]
-            found.append(StagedFragment(of.spec, held, int(self.place[number]), of.placement, of.rounded_from))
+            found.append(StagedFragment(of.spec, held, int(self.place[number]), of.placement, of.rounded_from, of.frozen))
             at += count
         return tuple(found)
 
@@ -106,7 +107,7 @@ def encode(held: Mapping[int, Sequence[StagedFragment]]) -> bytes:
     ranks = sorted(held)
     for rank in ranks:
         for fragment in held[rank]:
-            of = HeldTensor(fragment.spec, fragment.placement, fragment.rounded_from)
+            of = HeldTensor(fragment.spec, fragment.placement, fragment.rounded_from, fragment.frozen)
             tensor.append(tensors.setdefault(of, len(tensors)))
             boxes.append(len(fragment.boxes))
             place.append(fragment.slot_offset)

@@ -30,7 +30,8 @@ def holdings(draw: st.DrawFn) -> Held:
         boxes = draw(ragged_grids(shape))
         mine = tuple(boxes[: draw(st.integers(0, len(boxes)))])
         spec = TensorSpec(("model", "ema")[number % 2], f"t.{number}", "BF16", shape)
-        held[rank].append(StagedFragment(spec, mine, draw(st.integers(0, 2**40)), draw(st.sampled_from(["", "rows"]))))
+        placement, frozen = draw(st.sampled_from(["", "rows"])), draw(st.booleans())
+        held[rank].append(StagedFragment(spec, mine, draw(st.integers(0, 2**40)), placement, frozen=frozen))
         if draw(st.booleans()):
             held[rank].append(StagedFragment(spec, (), 0, draw(st.sampled_from(["", "rows"])), "master"))
     return held

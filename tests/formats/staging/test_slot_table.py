@@ -43,7 +43,8 @@ def test_a_table_reads_back(tensors: list[TensorSpec], data: st.DataObject) -> N
     fragments = []
     end = 0
     for spec in tensors:
-        fragment = StagedFragment(spec, tuple(data.draw(st.lists(boxes_in(spec.shape), max_size=2))), end)
+        boxes = tuple(data.draw(st.lists(boxes_in(spec.shape), max_size=2)))
+        fragment = StagedFragment(spec, boxes, end, frozen=data.draw(st.booleans()))
         fragments.append(fragment)
         end += fragment.nbytes
         fragments.append(StagedFragment(spec, (), 0, rounded_from=data.draw(st.sampled_from(["", "optim"]))))
@@ -57,9 +58,11 @@ def test_the_sample_reads_back() -> None:
     assert slot_table.decode(slot_table.encode(SAMPLE), DATA_BYTES) == SAMPLE
 
 
-def test_fragments_of_tables_without_the_last_field() -> None:
-    """As trainers wrote them before weights could be rounded: slots outlive daemons."""
+def test_fragments_of_tables_without_the_last_fields() -> None:
+    """As trainers wrote them before weights could be rounded, or be known as frozen: slots outlive daemons."""
     document = json.loads(slot_table.encode(SAMPLE))
+    assert document["fragments"][0].pop() is False
+    assert slot_table.decode(json.dumps(document).encode(), DATA_BYTES) == SAMPLE
     assert document["fragments"][0].pop() == ""
     assert slot_table.decode(json.dumps(document).encode(), DATA_BYTES) == SAMPLE
 
