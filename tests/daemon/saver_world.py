@@ -6,7 +6,7 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,12 +94,16 @@ class GatedTier:
 class Rank:
     """One rank of an attempt: leases, fills and seals, and collects the outcomes it is told."""
 
-    def __init__(self, world: SaverWorld, rank: int, attempt: int, launch_world: int, slots: int = 2) -> None:
+    def __init__(
+        self, world: SaverWorld, rank: int, attempt: int, launch_world: int, slots: int = 2, data_bytes: int = SIZE
+    ) -> None:
         self.world, self.rank, self.attempt, self.size = world, rank, attempt, launch_world
         self.outcomes: dict[int, Outcome] = {}
         self._heard = threading.Condition()
         self.who = Participant(RUN, rank, launch_world, attempt, self._notify)
-        self.segment: ArenaSegment = world.arena.reserve(arena.geometry(slots, SIZE, 4096), f"rank{rank}", self.who.owner)
+        self.segment: ArenaSegment = world.arena.reserve(
+            arena.geometry(slots, data_bytes, 4096), f"rank{rank}", self.who.owner
+        )
         world.saver.join(self.who)
 
     def _notify(self, outcome: Outcome) -> None:
@@ -119,17 +123,26 @@ class Rank:
 
     def fill_and_seal(self, step: int, slot: int, intent: Intent = NO_INTENT) -> None:
         """Write this rank's rows, the table and the seal, and hand the slot over."""
-        memory, geometry = self.segment.memory, self.segment.geometry
-        start = geometry.data_offset(slot)
-        memory[start : start + SIZE] = content(step, self.rank).data
         spec = TensorSpec("model", "w", "U8", (self.size, SIZE))
         held = (StagedFragment(spec, (Box((self.rank, 0), (1, SIZE)),), 0),)
-        made = SlotTable(RUN, step, self.attempt, self.rank, self.size, ("model",), held, {}, {})
+        self.seal(step, slot, held, content(step, self.rank).data, intent)
+
+    def seal(
+        self, step: int, slot: int, held: Sequence[StagedFragment], data: memoryview, intent: Intent = NO_INTENT
+    ) -> None:
+        """Write the data, the table of these fragments and the seal, and hand the slot over."""
+        memory, geometry, size = self.segment.memory, self.segment.geometry, len(data)
+        start = geometry.data_offset(slot)
+        memory[start : start + size] = data
+        held = tuple(held)
+        made = SlotTable(
+            RUN, step, self.attempt, self.rank, self.size, tuple(dict.fromkeys(one.spec.group for one in held)), held, {}, {}
+        )
         said = {"restored": intent.restored, "turn": intent.turn, "existing": intent.existing, "again": intent.again}
         encoded = slot_table.encode(msgspec.structs.replace(made, **said))
         at = geometry.table_offset(slot)
         memory[at : at + len(encoded)] = encoded
-        header = SlotHeader(SlotState.LEASED, step, self.attempt, SIZE, len(encoded), 0)
+        header = SlotHeader(SlotState.LEASED, step, self.attempt, size, len(encoded), 0)
         arena.seal(memory, geometry, slot, header, digest(encoded))
         self.world.saver.seal(self.who, slot, step, digest(encoded), intent.turn)
 
@@ -157,11 +170,11 @@ class SaverWorld:
         self.arena = Arena(Budget(2**30), make_room=self.saver.holds.make_room)
         self._launches = 0
 
-    def launch(self, world: int, slots: int = 2) -> list[Rank]:
+    def launch(self, world: int, slots: int = 2, data_bytes: int = SIZE) -> list[Rank]:
         """The ranks of a new attempt."""
         self._launches += 1
         attempt = self.control.launches.declare(RUN, f"launch-{self._launches}", world, None)
-        return [Rank(self, rank, attempt, world, slots) for rank in range(world)]
+        return [Rank(self, rank, attempt, world, slots, data_bytes) for rank in range(world)]
 
     def saved(self, step: int) -> Rank:
         """The only rank of a new launch, which has saved this step: it is committed."""

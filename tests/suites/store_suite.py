@@ -666,6 +666,18 @@ class StoreSuite:
         with pytest.raises(InvalidRequest):
             staged.take("../file", STEP)
 
+    def test_two_names_of_the_same_bytes_are_known_as_such(self, store: Store) -> None:
+        """Staged and committed ones, until the first is removed; where files are copied, none is another one's."""
+        assert save(store, JOINT, FIRST).outcome == "published"
+        place, name = Place(RUN, STEP + 1, 1), "model-0.safetensors"
+        staged = store.begin(place)
+        assert store.identities(place.path) == {}
+        if not staged.take(name, STEP) or not (mine := store.identities(place.path)):
+            return
+        assert mine == {name: store.identities(naming.checkpoint_path(RUN, STEP))[name]} and mine[name].names == 2
+        store.free(store.remove(RUN, STEP))
+        assert store.identities(place.path) == {name: mine[name]._replace(names=1)}
+
     def test_a_late_committer_of_a_replacement(self, storage: Storage) -> None:
         """It finds its own bytes there, and replaces nothing by anything."""
         a, b = storage.open(), storage.open()

@@ -221,8 +221,14 @@ class TierSuite(RecordsSuite):
             assert tier.list("run/staging/b") == []
             return
         assert raw.read("run/staging/b/file") == b"content"
+        tier.put("run/staging/b/other", b"content")
+        (both,), mine = (tier.identities(path) for path in ("run/checkpoints/a", "run/staging/b"))
+        assert both == "file" and tier.identities("run/checkpoints/a")["file"] == mine["file"]
+        assert (mine["file"].names, mine["other"].names, mine["file"].bytes) == (2, 1, 7)
+        assert mine["file"].id != mine["other"].id
         tier.remove_tree("run/checkpoints/a")
         assert tier.read("run/staging/b/file") == b"content"
+        assert tier.identities("run/staging/b")["file"].names == 1 and tier.identities("run/checkpoints/a") == {}
 
     def test_a_link_takes_no_other_place(self, tier: Tier, raw: Raw) -> None:
         """What stands there stays; what is no file has no other name."""

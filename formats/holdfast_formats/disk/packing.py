@@ -1,12 +1,13 @@
 """Packing: determines each tensor's file and start byte from names, dtypes and shapes alone.
 
-Rank, mesh and node have no influence, so the same tensors give the same files, whichever ranks save them.
+Rank, mesh and node have no influence, so the same tensors give the same files, whichever ranks save them. Frozen tensors,
+whose bytes are expected to stay, have files of their own, so that later saves need not write these files again.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ FILE_BYTES_MAX = 5_000_000_000  # Hugging Face's default, in decimal gigabytes
 EXTENT_BYTES_MIN = 2**18  # digests of shorter ones cost more than they save a reader
 EXTENTS_MAX = 2**16  # the approximate number per checkpoint, besides one at the end of each tensor: a manifest of 3 MB
 TENSOR_EXTENTS = 8  # per tensor at least, unless they would be too short: some ranks need an eighth of it
+FROZEN_BYTES_MIN = 2**22  # a group with fewer bytes of frozen tensors has no files for them: a file has a cost too
 PARTS_KEPT = 2**12
 _DIGITS = re.compile(r"(\d+)")
 FORMAT_METADATA = {"format": "pt"}  # transformers refuses a file that lacks it
@@ -34,6 +36,7 @@ class FilePlan(NamedTuple):
     header: bytes
     tensors: tuple[tuple[TensorSpec, int], ...]  # (spec, first byte in the file)
     bytes: int
+    frozen: bool = False  # all its tensors are expected to keep their bytes
 
 
 def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
@@ -64,8 +67,13 @@ def _power_of_two(least: int, most: int) -> int:
     return min(max(1 << (least - 1).bit_length(), EXTENT_BYTES_MIN), most)
 
 
-def pack(specs: Iterable[TensorSpec], file_bytes_max: int = FILE_BYTES_MAX) -> list[FilePlan]:
-    """Pack tensors into shard files, group by group, in natural order of their names.
+def pack(
+    specs: Iterable[TensorSpec],
+    file_bytes_max: int = FILE_BYTES_MAX,
+    frozen: Collection[tuple[str, str]] = frozenset(),
+) -> list[FilePlan]:
+    """Pack tensors into shard files, group by group, in natural order of their names; the `frozen` ones, by group and name,
+    into files of their own, after the others.
 
     A file is closed when the next tensor would take its data over `file_bytes_max`; a single larger tensor gets a file of
     its own. Inside a file the order is the safetensors library's. Raises `InvalidRequest` for a limit below one byte and
@@ -79,9 +87,18 @@ def pack(specs: Iterable[TensorSpec], file_bytes_max: int = FILE_BYTES_MAX) -> l
         groups.setdefault(spec.group, []).append(spec)
     plans: list[FilePlan] = []
     for group in sorted(groups):
-        bins = _fill(sorted(groups[group], key=lambda s: natural_key(s.name)), file_bytes_max)
-        plans += [_plan_file(group, position, len(bins), specs) for position, specs in enumerate(bins)]
+        bins = _filled(sorted(groups[group], key=lambda s: natural_key(s.name)), file_bytes_max, frozen)
+        plans += [_plan_file(group, (at, len(bins)), specs, frozen) for at, specs in enumerate(bins)]
     return plans
+
+
+def _filled(specs: Sequence[TensorSpec], file_bytes_max: int, frozen: Collection[tuple[str, str]]) -> list[list[TensorSpec]]:
+    """A group's tensors by file."""
+    still = [spec for spec in specs if (spec.group, spec.name) in frozen] if frozen else []
+    if sum(spec.nbytes for spec in still) < FROZEN_BYTES_MIN or len(still) == len(specs):
+        return _fill(specs, file_bytes_max)
+    moving = [spec for spec in specs if (spec.group, spec.name) not in frozen]
+    return _fill(moving, file_bytes_max) + _fill(still, file_bytes_max)
 
 
 def _fill(specs: Sequence[TensorSpec], file_bytes_max: int) -> list[list[TensorSpec]]:
@@ -100,7 +117,10 @@ def _fill(specs: Sequence[TensorSpec], file_bytes_max: int) -> list[list[TensorS
     return bins
 
 
-def _plan_file(group: str, position: int, count: int, specs: Sequence[TensorSpec]) -> FilePlan:
+def _plan_file(
+    group: str, numbered: tuple[int, int], specs: Sequence[TensorSpec], frozen: Collection[tuple[str, str]]
+) -> FilePlan:
+    """`numbered`: its number, from 0 on, of how many."""
     ordered = [specs[i] for i in safetensors.storage_order((s.name, s.dtype) for s in specs)]
     stored: list[FileTensor] = []
     end = 0
@@ -109,4 +129,5 @@ def _plan_file(group: str, position: int, count: int, specs: Sequence[TensorSpec
         end += spec.nbytes
     header = safetensors.encode(stored, FORMAT_METADATA)
     placed = tuple((spec, len(header) + place.start) for spec, place in zip(ordered, stored, strict=True))
-    return FilePlan(shard_file_name(group, position, count), group, header, placed, len(header) + end)
+    name, still = shard_file_name(group, *numbered), all((group, spec.name) in frozen for spec in specs)
+    return FilePlan(name, group, header, placed, len(header) + end, still)

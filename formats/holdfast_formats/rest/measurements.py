@@ -32,6 +32,9 @@ class SaveTimes(Body):
     commit_s: float | None = Field(default=None, description="from the last receipt until the publishing rename is durable")
     verify_s: float | None = Field(default=None, description="reading it back and verifying it")
     bytes: float | None = None
+    linked_bytes: float | None = Field(
+        default=None, description="the part in files that an earlier checkpoint has too, and that were not written again"
+    )
     disk_bytes_per_second: float | None = Field(default=None, description="the disk's speed when it was last measured")
     requests: float | None = Field(
         default=None, description="to object storage for this step's objects, until its commit, retries included"

@@ -85,7 +85,8 @@ class SaveCoordinator:
         except CheckpointError as error:  # their loss only lets a launch's name be used twice
             log.warning("cannot record which ranks of %s report for others: %s", plan.run, error.detail)
         if staged is None or commit.published_already(self._store, plan, staged) is None:
-            self._admission.check_quotas(plan.run, plan.step, counted_bytes(plan))
+            need = counted_bytes(plan) - self._admission.shared_bytes(plan)
+            self._admission.check_quotas(plan.run, plan.step, need)
         try:
             made = self._publishing.publish(plan, staged)
         except StorageFailed as error:

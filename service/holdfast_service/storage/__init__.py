@@ -9,12 +9,13 @@ from .records import Records
 from .root_storage import Looks, RootStorage, stored_in, tier_at
 from .staged_directory import StagedDirectory
 from .store import CommitContents, Publication, StagedCheckpoint, StagedFiles, Store
-from .tier import Buffer, FileWriter, Tier
+from .tier import Buffer, FileIdentity, FileWriter, Tier
 from .uncached_reads import read_once
 
 __all__ = [
     "Buffer",
     "CommitContents",
+    "FileIdentity",
     "FileWriter",
     "HubSnapshot",
     "Looks",

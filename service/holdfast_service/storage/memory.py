@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ from holdfast_formats.errors import AlreadyCommitted, InUse, InvalidRequest, NoS
 from holdfast_formats.files import split_leaf, split_path
 
 from .records import has_bytes
-from .tier import THE_DIRECTORY, Buffer, check_range, octets
+from .tier import THE_DIRECTORY, Buffer, FileIdentity, check_range, octets
 
 CAPACITY_BYTES = 2**40
 _Path = tuple[str, ...]
@@ -166,6 +167,16 @@ class MemoryTier:
     def stamp(self, path: str) -> str:
         held = self._files.get(tuple(split_path(path)))
         return "" if held is None else f"{len(held):x}.{id(held):x}.{hashlib.sha256(held).hexdigest()[:32]}"
+
+    def identities(self, path: str) -> dict[str, FileIdentity]:
+        top = tuple(split_path(path))
+        with self._lock:
+            names = Counter(map(id, self._files.values()))
+            return {
+                at[-1]: FileIdentity(f"{id(data):x}", names[id(data)], len(data))
+                for at, data in self._files.items()
+                if at[:-1] == top
+            }
 
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
         top = tuple(split_path(path))

@@ -25,8 +25,8 @@ from . import libc
 from .directories import DIRECTORY, absent, check_same, identity_of, newest_change, open_directory, remove_empty, remove_tree
 from .pacing import Pace
 from .records import has_bytes
-from .stamps import stamps
-from .tier import THE_DIRECTORY, Buffer, check_range, octets
+from .stamps import identities, stamps
+from .tier import THE_DIRECTORY, Buffer, FileIdentity, check_range, octets
 from .translation import translated
 from .writeback import Writeback, drop_from_cache
 
@@ -241,6 +241,10 @@ class PosixTier:
             status = os.stat(leaf, dir_fd=directory, follow_symlinks=False)
             return status if stat.S_ISREG(status.st_mode) else None
         return None
+
+    def identities(self, path: str) -> dict[str, FileIdentity]:
+        with self._there(path) as directory:
+            return {} if directory is None else identities(directory)
 
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
         with self._there(path) as directory:

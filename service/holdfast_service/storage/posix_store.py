@@ -29,7 +29,7 @@ from .posix_answers import PUBLISHED, asked, confirmed, lost, published_commit
 from .records import has_bytes
 from .staged_directory import StagedDirectory
 from .store import Alone, CommitContents, Publication
-from .tier import FileWriter, Tier
+from .tier import FileIdentity, FileWriter, Tier
 
 _OURS_ALONE = frozenset({naming.MANIFEST, naming.COMMIT, naming.RECEIPTS})
 _STAMPED = (naming.COMMIT, naming.MANIFEST)
@@ -116,6 +116,9 @@ class PosixStore:
             return {step: texts[""]} if "" in texts else {}
         texts = self._tier.stamps(f"{naming.check_run(run)}/{naming.CHECKPOINTS}", _STAMPED)
         return {at: stamp for name, stamp in texts.items() if (at := naming.parse_step_directory(name)) is not None}
+
+    def identities(self, path: str) -> dict[str, FileIdentity]:
+        return self._tier.identities(path)
 
     def discard(self, place: Place) -> None:
         if not place.round_id:

@@ -1,4 +1,6 @@
-"""Stamps of files: a text that changes when a file is written, replaced or made again, computed without reading the file."""
+"""What a file system says of files without reading them: stamps, texts that change when a file is written, replaced or made
+again; and identities, which all names of a file share.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import stat
 from collections.abc import Sequence
 
 from .directories import ABSENT
+from .tier import FileIdentity
 
 
 def stamps(directory: int, names: Sequence[str]) -> dict[str, str]:
@@ -17,6 +20,17 @@ def stamps(directory: int, names: Sequence[str]) -> dict[str, str]:
             if entry.is_dir(follow_symlinks=False):
                 texts[entry.name] = _stamp(directory, f"{entry.name}/", names)
     return {name: text for name, text in texts.items() if text is not None}
+
+
+def identities(directory: int) -> dict[str, FileIdentity]:
+    """The identity of each file in the directory."""
+    found = {}
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            status = entry.stat(follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                found[entry.name] = FileIdentity(f"{status.st_dev:x}.{status.st_ino:x}", status.st_nlink, status.st_size)
+    return found
 
 
 def _stamp(directory: int, below: str, names: Sequence[str]) -> str | None:

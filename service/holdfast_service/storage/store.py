@@ -28,7 +28,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
 from holdfast_formats.rest.bodies import CheckpointInfo
 
-from .tier import FileWriter
+from .tier import FileIdentity, FileWriter
 
 Alone = Callable[[str], AbstractContextManager[object]]
 
@@ -153,6 +153,11 @@ class Store(Protocol):
     def stamps(self, run: str, step: int | None = None) -> dict[int, str]:
         """For each step, or one, with COMMIT and manifest: a text that changes when one of them does, computed without
         reading.
+        """
+
+    def identities(self, path: str) -> Mapping[str, FileIdentity]:
+        """For each file of a checkpoint, or of a place begun here, by their `path`: which bytes it is a name of. Empty where
+        every file has bytes of its own.
         """
 
     def discard(self, place: Place) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,14 @@ from .records import Records
 THE_DIRECTORY = "the directory"  # `label` of a tier: callers name its root themselves, and not to everyone
 
 Buffer = bytes | bytearray | memoryview | NDArray[Any]
+
+
+class FileIdentity(NamedTuple):
+    """The file behind a name: a text that all its `names` share, the number of these, and its length."""
+
+    id: str
+    names: int
+    bytes: int
 
 
 class FileWriter(Protocol):
@@ -80,6 +88,9 @@ class Tier(Records, Protocol):
 
         The name is durable after `sync_directory`. `StorageFailed` if something exists at `target`.
         """
+
+    def identities(self, path: str) -> dict[str, FileIdentity]:
+        """The identity of each file directly in a directory, by its name there; empty for anything else."""
 
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
         """For this directory, as `""`, and each subdirectory that holds files of all these names: a text, computed without

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast_formats.disk import packing
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, whole
 from holdfast_formats.staging.slot_table import Blob, SlotTable
@@ -123,3 +124,21 @@ def test_the_same_fragments_are_placed_once() -> None:
     smaller = planner.plan([table(0, 1, (held, StagedFragment(spec("v"), (whole((4, 6)),), 96)), file_bytes_max=100)])
     assert len(smaller.files) == 2
     assert planner.plan([table(0, 1, (held,))]).files == first.files
+
+
+def test_a_tensor_is_frozen_if_all_its_ranks_say_so() -> None:
+    """One that disagrees may change it, and a plan that was made before does not hold then."""
+    box = whole((4, 6))
+
+    def files(*frozen: bool) -> list[tuple[str, bool]]:
+        tables = [
+            table(rank, 2, (StagedFragment(spec("w"), (box,), 0, frozen=said), StagedFragment(spec("x"), (box,), 96)))
+            for rank, said in enumerate(frozen)
+        ]
+        return [(file.tensors[0].spec.name, file.layout.frozen) for file in planner.plan(tables).files]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "FROZEN_BYTES_MIN", 1)
+        assert files(True, False) == files(False, False) == [("w", False)]
+        assert files(True, True) == [("x", False), ("w", True)]
+        assert files(True, False) == [("w", False)]

@@ -111,6 +111,41 @@ def test_a_file_of_the_limit_exactly_is_one_file() -> None:
     assert [[s.name for s, _ in plan.tensors] for plan in alone] == [["a"], ["aa"], ["b"]]
 
 
+def test_frozen_tensors_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the others, each in natural order; but few bytes stay where they would be, and so does a group that is
+    frozen as a whole.
+    """
+    monkeypatch.setattr(packing, "FROZEN_BYTES_MIN", 8)
+    tensors = [TensorSpec("model", f"l.{i}", "U8", (4,)) for i in range(6)]
+    frozen = {("model", f"l.{i}") for i in (0, 2, 4)}
+
+    def named(marked: set[tuple[str, str]], limit: int = 8) -> list[tuple[bool, list[str]]]:
+        return [(plan.frozen, [spec.name for spec, _ in plan.tensors]) for plan in packing.pack(tensors, limit, marked)]
+
+    assert named(frozen) == [
+        (False, ["l.1", "l.3"]),
+        (False, ["l.5"]),
+        (True, ["l.0", "l.2"]),
+        (True, ["l.4"]),
+    ]
+    one = {("model", "l.0"), ("ema", "l.2")}
+    assert named(one) == [(False, names) for _, names in named(set())]
+    assert named({("model", spec.name) for spec in tensors}) == [(True, names) for _, names in named(set())]
+
+
+@given(specs(), st.integers(1, 200), st.data())
+def test_what_is_frozen_changes_no_tensor(tensors: list[TensorSpec], limit: int, data: st.DataObject) -> None:
+    """Each is in one file still, whole, and a file is frozen if all its tensors are."""
+    frozen = {key for spec in tensors if data.draw(st.booleans()) for key in [(spec.group, spec.name)]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "FROZEN_BYTES_MIN", data.draw(st.integers(1, 100)))
+        plans = packing.pack(tensors, limit, frozen)
+    held = [(spec.group, spec.name) for plan in plans for spec, _ in plan.tensors]
+    assert sorted(held) == sorted((spec.group, spec.name) for spec in tensors)
+    for plan in plans:
+        assert plan.frozen == all((spec.group, spec.name) in frozen for spec, _ in plan.tensors)
+
+
 @given(st.lists(NAMES, unique=True))
 def test_natural_order_is_total(names: list[str]) -> None:
     """Different names have different keys that compare, also where digits of other scripts stand in them."""

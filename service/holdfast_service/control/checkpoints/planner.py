@@ -40,6 +40,7 @@ class _Held:
         self.boxes: _Holders = {}
         self.rounded_from = ""
         self.held_as = ""
+        self.frozen = True  # as long as all ranks say so
 
     def round_from(self, master: _Held) -> None:
         """Read the master's bytes in its place, which are rounded when they are written."""
@@ -125,6 +126,7 @@ def _placed(ordered: Sequence[SlotTable]) -> tuple[PlannedFile, ...]:
 
 def _place(held: Mapping[_Key, _Held], world: int, file_bytes_max: int) -> tuple[PlannedFile, ...]:
     origins = _choose_origins(held.values(), world)
+    frozen = {key for key, of in held.items() if of.frozen}
     return tuple(
         PlannedFile(
             layout,
@@ -133,7 +135,7 @@ def _place(held: Mapping[_Key, _Held], world: int, file_bytes_max: int) -> tuple
                 for spec, start in layout.tensors
             ),
         )
-        for layout in pack([h.spec for h in held.values()], file_bytes_max)
+        for layout in pack([h.spec for h in held.values()], file_bytes_max, frozen)
     )
 
 
@@ -169,6 +171,7 @@ def _collect(tables: Iterable[SlotTable]) -> dict[_Key, _Held]:
             if known.spec != spec:
                 raise disagreed(spec, table.rank, known.spec, known.declared_by)
             known.rounded_from = known.rounded_from or fragment.rounded_from
+            known.frozen = known.frozen and fragment.frozen
             offset = fragment.slot_offset
             for box in fragment.boxes:
                 if box.volume:
@@ -195,7 +198,7 @@ def _set_apart(held: dict[_Key, _Held], apart: Apart, kept: bool) -> None:
         for rank, offset in of.boxes[box]:
             if rank in ranks and kept:
                 own = _Held(own_spec(of.spec, rank), of.placement, rank)
-                own.boxes[box] = [(rank, offset)]
+                own.boxes[box], own.frozen = [(rank, offset)], of.frozen
                 held[own.spec.group, own.spec.name] = own
         of.boxes[box] = [holder for holder in of.boxes[box] if holder[0] not in ranks]
 

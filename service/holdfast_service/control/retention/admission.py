@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from holdfast_formats.disk.packing import tensor_extent_bytes
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, QuotaExceeded, StorageFailed
+from holdfast_formats.naming import Place
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import commit, roots
@@ -20,7 +21,7 @@ from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.team_quotas import TeamQuotas
-from holdfast_service.storage import RootStorage
+from holdfast_service.storage import FileIdentity, RootStorage
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Admission:
         self._keep(plan, quotas)
         shortage = self._shortage(plan, quotas)
         if isinstance(shortage, NoSpace):  # deleted runs go before kept checkpoints
-            self._empty_trash(disk_bytes(plan) + SPARE_BYTES, f"{plan.run}@{plan.step}")
+            self._empty_trash(shortage.members["needed"], f"{plan.run}@{plan.step}")
             shortage = self._shortage(plan, quotas)
         if shortage is None:
             return
@@ -111,6 +112,15 @@ class Admission:
                 raise shortage from error
             if room is None:
                 raise shortage
+
+    def shared_bytes(self, plan: WritePlan) -> int:
+        """The bytes of staged files that a committed checkpoint has as well: they do not count again."""
+        return sum(one.bytes for one in self._staged(plan).values() if one.names > 1)
+
+    def _staged(self, plan: WritePlan) -> dict[str, FileIdentity]:
+        names = {file.layout.name for file in plan.files}
+        found = self._store.identities(Place(plan.run, plan.step, plan.attempt).path)
+        return {name: identity for name, identity in found.items() if name in names}
 
     def check_quotas(self, run: str, step: int, need: int) -> None:
         """`QuotaExceeded` if what is written does not fit any more: other saves may have committed since it was admitted."""
@@ -194,10 +204,11 @@ class Admission:
         return self._team_shortage(run, what, need, quotas.teams)
 
     def _shortage(self, plan: WritePlan, quotas: _Quotas) -> CheckpointError | None:
-        over = self._over_quota(plan.run, plan.step, counted_bytes(plan), quotas)
+        over = self._over_quota(plan.run, plan.step, counted_bytes(plan) - self.shared_bytes(plan), quotas)
         if over is not None:
             return over
-        room, free = disk_bytes(plan) + SPARE_BYTES, self._store.free_bytes()
+        taken = sum(one.bytes for one in self._staged(plan).values())  # wherever else they are: they have their room
+        room, free = disk_bytes(plan) - taken + SPARE_BYTES, self._store.free_bytes()
         if free is not None and room > free:
             return NoSpace(
                 f"{plan.run}@{plan.step} needs {room} bytes of disk space, but only {free} are free",

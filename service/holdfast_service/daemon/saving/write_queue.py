@@ -18,6 +18,7 @@ from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from holdfast_service.daemon.saving.rounds import SaveRound
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
+from holdfast_service.daemon.writing.unchanged_files import UnchangedFiles
 from holdfast_service.daemon.writing.write_threads import Schedule
 from holdfast_service.daemon.writing.writer import write
 
@@ -42,6 +43,7 @@ class WriteQueue:
         """`lock` is the saver's: its state and this queue change together. `ended` is called without it."""
         self._control, self._node, self._holds = control, node, holds
         self._lock, self._ended, self._history = lock, ended, history
+        self._unchanged = UnchangedFiles(control)
         self._waiting: deque[SaveRound | None] = deque()
         self._thread = threading.Thread(target=self._loop, name="holdfast-write-queue", daemon=True)
         self._thread.start()
@@ -93,26 +95,30 @@ class WriteQueue:
         plan = planner.plan([sealed.table for sealed in current.sealed.values()])
         planned = time.monotonic()
         timed = FsyncTimed(self._control.store.begin(Place(*current.key)))
-        self._control.admission.admit(plan)
         slots = {rank: sealed.data for rank, sealed in current.sealed.items()}
+        taking = time.monotonic()
+        taken = self._unchanged.take(timed, plan, slots)
+        linked = sum(file.layout.bytes for file in plan.files if file.layout.name in taken)
+        self._control.admission.admit(plan)
         writing = time.monotonic()
-        schedule = Schedule(plan.bytes, self._history.disk.bytes_per_second)
+        schedule = Schedule(plan.bytes - linked, self._history.disk.bytes_per_second)
         with self._history.writing():
-            write(timed, plan, slots, self._node, schedule)
+            write(timed, plan, slots, self._node, schedule, taken)
         written = time.monotonic()
-        self._history.disk.wrote(plan.bytes, written - writing)
+        self._history.disk.wrote(plan.bytes - linked, written - writing)
         measured = self._history.ending(
             current,
-            write_s=written - writing,
+            write_s=written - taking,
             fsync_s=timed.seconds,
-            queue_s=writing - current.completed,
+            queue_s=taking - current.completed,
             raised_s=schedule.raised_s,
+            **({"linked_bytes": float(linked)} if linked else {}),
         )
         manifest = self._control.saves.commit(current.id, plan, measured)
         self._history.ended(current)
         self._holds.keep(*current.key, current.sealed)
         published = time.monotonic()
-        size = f"{manifest.bytes} bytes"
+        size = f"{manifest.bytes} bytes" + f", of which {linked} were not written again" * bool(linked)
         text = "%s@%s attempt %s committed: %s, planned in %.3f s, written in %.3f, published in %.3f"
         log.info(text, *current.key, size, planned - began, written - planned, published - written)
         return manifest

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -30,7 +30,8 @@ _windows = BufferPool(WORKERS)  # of all saves of the daemon, one after the othe
 
 _writing: list[Place] = []  # what is being written now; changed by single operations alone
 
-_Extents = list[tuple[PlannedTensor, Extent]]
+Extents = list[tuple[PlannedTensor, Extent]]
+NOTHING_TAKEN: Mapping[str, Extents] = {}
 
 
 class Sink(NamedTuple):
@@ -43,7 +44,7 @@ class Sink(NamedTuple):
 class _Running(NamedTuple):
     file: PlannedFile
     writer: FileWriter
-    jobs: Sequence[Future[_Extents]]
+    jobs: Sequence[Future[Extents]]
 
 
 def under_way() -> bool:
@@ -51,14 +52,26 @@ def under_way() -> bool:
     return bool(_writing)
 
 
-def write(staged: StagedCheckpoint, plan: WritePlan, slots: Slots, node: str, schedule: Schedule | None = None) -> Receipt:
+def write(
+    staged: StagedCheckpoint,
+    plan: WritePlan,
+    slots: Slots,
+    node: str,
+    schedule: Schedule | None = None,
+    taken: Mapping[str, Extents] = NOTHING_TAKEN,
+) -> Receipt:
     """Stage all files and assets of `plan`, durably, then the receipt (I3), and return it.
 
-    By the `schedule`, which began just now, the priority of its threads rises.
+    By the `schedule`, which began just now, the priority of its threads rises. The files that are `taken`, by name, are
+    staged already; their extents go into the receipt.
     Raises `StorageFailed` or `NoSpace`; the caller removes what was written. A failed fsync is never retried (I9).
     """
     with announced(staged.place):
-        return _write(staged, plan, slots, node, schedule or Schedule(plan.bytes))
+        files = _put_assets(staged, plan, slots)
+        shards = _write_files(staged, plan, slots, schedule or Schedule(plan.bytes), taken)
+        receipt = _receipt(plan, node, files, shards)
+        staged.put_receipt(node, encode_receipt(receipt))
+        return receipt
 
 
 @contextmanager
@@ -71,35 +84,42 @@ def announced(place: Place) -> Iterator[None]:
         _writing.remove(place)
 
 
-def _write(staged: StagedCheckpoint, plan: WritePlan, slots: Slots, node: str, schedule: Schedule) -> Receipt:
+def _put_assets(staged: StagedCheckpoint, plan: WritePlan, slots: Slots) -> list[FileEntry]:
     files: list[FileEntry] = []
     for asset in plan.assets:
         blob = asset.blob
         data = bytes(slots[asset.rank][blob.slot_offset : blob.slot_offset + blob.length])
         staged.put(blob.name, data)
         files.append(FileEntry(blob.name, len(data), 0, digest(data)))
+    return files
+
+
+def _receipt(
+    plan: WritePlan, node: str, assets: Sequence[FileEntry], shards: Sequence[tuple[PlannedFile, Extents]]
+) -> Receipt:
+    files = list(assets)
     extents: dict[str, dict[str, list[Extent]]] = {}
-    for file, written in _write_files(staged, plan, slots, schedule):
+    for file, written in shards:
         header = file.layout.header
         files.append(FileEntry(file.layout.name, file.layout.bytes, len(header), digest(header)))
         for tensor, extent in written:
             extents.setdefault(tensor.spec.group, {}).setdefault(tensor.spec.name, []).append(extent)
     proven = {group: {name: tuple(listed) for name, listed in names.items()} for group, names in extents.items()}
-    receipt = Receipt(node, plan.run, plan.step, plan.attempt, tuple(files), proven)
-    staged.put_receipt(node, encode_receipt(receipt))
-    return receipt
+    return Receipt(node, plan.run, plan.step, plan.attempt, tuple(files), proven)
 
 
 def _write_files(
-    staged: StagedCheckpoint, plan: WritePlan, slots: Slots, schedule: Schedule
-) -> list[tuple[PlannedFile, _Extents]]:
+    staged: StagedCheckpoint, plan: WritePlan, slots: Slots, schedule: Schedule, taken: Mapping[str, Extents]
+) -> list[tuple[PlannedFile, Extents]]:
     extent_bytes = plan.extent_bytes
     running: deque[_Running] = deque()
-    written: list[tuple[PlannedFile, _Extents]] = []
-    digesting = threading.BoundedSemaphore(max(len(os.sched_getaffinity(0)) // CORES_A_DIGEST, 1))
+    written = [(file, taken[file.layout.name]) for file in plan.files if file.layout.name in taken]
+    digesting = digesting_threads()
     with WriteThreads(schedule) as threads:
         try:
             for file in plan.files:
+                if file.layout.name in taken:
+                    continue
                 content = FileBytes(file, slots, extent_bytes)
                 created = staged.create(file.layout.name, file.layout.bytes)
                 running.append(_start(Sink(created, digesting), file, content, threads))
@@ -112,11 +132,16 @@ def _write_files(
     return written
 
 
+def digesting_threads() -> threading.Semaphore:
+    """As many as may digest at the same time."""
+    return threading.BoundedSemaphore(max(len(os.sched_getaffinity(0)) // CORES_A_DIGEST, 1))
+
+
 def _start(sink: Sink, file: PlannedFile, content: FileBytes, threads: WriteThreads) -> _Running:
     return _Running(file, sink.writer, submit(sink, content, threads))
 
 
-def submit(sink: Sink, content: FileBytes, threads: WriteThreads) -> list[Future[_Extents]]:
+def submit(sink: Sink, content: FileBytes, threads: WriteThreads) -> list[Future[Extents]]:
     """Have all windows written."""
     return [
         threads.submit(content.size(window), write_window, sink, content, window, sink.writer.alignment)
@@ -124,7 +149,7 @@ def submit(sink: Sink, content: FileBytes, threads: WriteThreads) -> list[Future
     ]
 
 
-def write_window(sink: Sink, content: FileBytes, window: Window, alignment: int) -> _Extents:
+def write_window(sink: Sink, content: FileBytes, window: Window, alignment: int) -> Extents:
     """Gather, digest and write one window; the extents that end in it."""
     writer = sink.writer
     with _windows.taken() as buffer:
@@ -137,7 +162,13 @@ def write_window(sink: Sink, content: FileBytes, window: Window, alignment: int)
         return gathered.extents
 
 
-def _settle(running: deque[_Running]) -> tuple[PlannedFile, _Extents]:
+def digest_window(digesting: threading.Semaphore, content: FileBytes, window: Window) -> Extents:
+    """The extents that end in one window, as they would be written."""
+    with _windows.taken() as buffer, digesting:
+        return content.gather(window, 1, buffer).extents
+
+
+def _settle(running: deque[_Running]) -> tuple[PlannedFile, Extents]:
     file, writer, jobs = running[0]
     extents = [pair for job in jobs for pair in job.result()]
     writer.finish()

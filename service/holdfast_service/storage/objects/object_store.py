@@ -61,6 +61,7 @@ from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.bodies import CheckpointInfo
 from holdfast_service.storage.store import Alone, CommitContents, Publication
+from holdfast_service.storage.tier import FileIdentity
 
 from .conditional_puts import ConditionalPuts
 from .object_sweep import Sweep, job_places
@@ -166,6 +167,9 @@ class ObjectStore:
             found = self._bucket.head(naming.commit_object_path(run, step))
             return {} if found is None else {step: found.etag}
         return dict(self._commits.listed(run))
+
+    def identities(self, path: str) -> dict[str, FileIdentity]:
+        return {}  # what is taken from a checkpoint is copied
 
     def discard(self, place: Place) -> None:
         """What is published, or kept because it was replaced, stays; and what a damaged commit object may name."""
