@@ -56,13 +56,17 @@ def serve(root: Path, switch: Path) -> int:
     from holdfast_service.daemon.checking import health, verifier
     from holdfast_service.daemon.writing import gathering
 
-    digested, checked, passed = gathering.running, verifier.verification.check, health.Examination.passed  # type: ignore[attr-defined]
+    digested, passed = gathering.running, health.Examination.passed  # type: ignore[attr-defined]
+    checked, numbers = verifier.verification.check, verifier.verification.numbers_in  # type: ignore[attr-defined]
 
     def mode() -> str:
         return switch.read_text()
 
     gathering.running = lambda: NoDigest() if mode() == "neither" else digested()  # type: ignore
     verifier.verification.check = lambda piece, data: None if mode() == "neither" else checked(piece, data)  # type: ignore
+    verifier.verification.numbers_in = lambda listed, data: (  # type: ignore[attr-defined]
+        listed.rows["digest"] if mode() == "neither" else numbers(listed, data)
+    )
     health.Examination.passed = lambda *given: passed(*given) if mode() == "both" else None  # type: ignore
     return __main__.main(["--root", str(root), "--socket", f"{root}.sock", "--listen", "127.0.0.1:0", "--keep", "2"])
 

@@ -14,7 +14,7 @@ from holdfast_files.buffers import WINDOW_BYTES, BufferPool
 from holdfast_files.opened import join
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import FileEntry, Manifest, TensorEntry
-from holdfast_formats.disk.verification import Piece
+from holdfast_formats.disk.verification import Piece, PieceColumns
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchResource, StorageFailed
 from holdfast_formats.files import Files
 from holdfast_formats.staging.holdings import Bytes
@@ -31,11 +31,11 @@ class StoredCheckpoint(NamedTuple):
 class VerifiedBatch(NamedTuple):
     """Verified pieces that follow each other in a file, and their bytes."""
 
-    pieces: Sequence[Piece]
+    pieces: PieceColumns
     data: Bytes
 
     def of(self, piece: Piece) -> Bytes:
-        start = self.pieces[0].start
+        start = self.pieces.start
         return self.data[piece.start - start : piece.stop - start]
 
 
@@ -63,7 +63,7 @@ _PLAIN = ReadControl()
 
 def read_verified(
     stored: StoredCheckpoint,
-    pieces: Iterable[Piece],
+    pieces: Iterable[PieceColumns],
     take: Take | None = None,
     on_damage: OnDamage | None = None,
     control: ReadControl = _PLAIN,
@@ -80,7 +80,7 @@ def read_verified(
             if on_damage is None:
                 raise error
             on_damage(piece, error)
-        control.moved(batch[-1].stop - batch[0].start)
+        control.moved(batch.stop - batch.start)
 
 
 class _Reading:
@@ -88,7 +88,7 @@ class _Reading:
         self._stored, self._take, self._collect, self._control = stored, take, collect, control
         self._windows = control.windows or BufferPool(control.workers)
 
-    def all(self, batches: Sequence[Sequence[Piece]]) -> Iterator[list[tuple[Piece, CheckpointError]]]:
+    def all(self, batches: Sequence[PieceColumns]) -> Iterator[list[tuple[Piece, CheckpointError]]]:
         """The damages of each batch, in order."""
         workers = min(self._control.workers, len(batches))
         if workers <= 1 and self._control.begin is None:
@@ -100,13 +100,13 @@ class _Reading:
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def _batch(self, batch: Sequence[Piece], again: bool = False) -> list[tuple[Piece, CheckpointError]]:
-        start, stop = batch[0].start, batch[-1].stop
+    def _batch(self, batch: PieceColumns, again: bool = False) -> list[tuple[Piece, CheckpointError]]:
+        start, stop = batch.start, batch.stop
         if not again:
             self._control.heed(stop - start)
         begin = start - start % self._control.alignment
         room = stop - begin + -stop % self._control.alignment
-        path = join(self._stored.directory, batch[0].file)
+        path = join(self._stored.directory, batch.file)
         with self._windows.taken() as window:
             buffer = window if room <= WINDOW_BYTES else np.empty(room, np.uint8)  # a large header or asset
             try:
@@ -123,25 +123,32 @@ class _Reading:
             raise failure
         if again or isinstance(failure, NoSuchResource):
             return [(batch[0], failure)]
-        return [damage for piece in batch for damage in self._batch((piece,), again=True)]
+        return [damage for at in range(len(batch)) for damage in self._batch(batch[at : at + 1], again=True)]
 
-    def _lend(self, batch: Sequence[Piece], data: Bytes) -> list[tuple[Piece, CheckpointError]]:
+    def _lend(self, batch: PieceColumns, data: Bytes) -> list[tuple[Piece, CheckpointError]]:
         """Check the pieces, and lend what follows each other of the sound ones."""
         damages: list[tuple[Piece, CheckpointError]] = []
-        sound: list[Piece] = []
-        for piece in batch:
+        first = 0
+        for at in self._doubtful(batch, data):
+            piece = batch[at]
             try:
-                self._check(piece, data[piece.start - batch[0].start : piece.stop - batch[0].start])
-                sound.append(piece)
+                self._check(piece, data[piece.start - batch.start : piece.stop - batch.start])
                 continue
             except Damaged as error:
                 if not self._collect:
                     raise
                 damages.append((piece, error))
-            self._pass(batch, sound, data)
-            sound = []
-        self._pass(batch, sound, data)
+            self._pass(batch, slice(first, at), data)
+            first = at + 1
+        self._pass(batch, slice(first, len(batch)), data)
         return damages
+
+    def _doubtful(self, batch: PieceColumns, data: Bytes) -> list[int]:
+        """The pieces without their digest, and one that is a header, which must agree with the manifest too."""
+        wrong = verification.numbers_in(batch, data) != batch.rows["digest"]
+        wrong[: batch.start == 0] = True
+        found: list[int] = np.flatnonzero(wrong).tolist()
+        return found
 
     def _check(self, piece: Piece, data: Bytes) -> None:
         verification.check(piece, data)
@@ -156,9 +163,10 @@ class _Reading:
         assert self._stored.manifest is not None
         return verification.tensors_by_file(self._stored.manifest)
 
-    def _pass(self, batch: Sequence[Piece], sound: Sequence[Piece], data: Bytes) -> None:
-        if sound and self._take is not None:
-            self._take(VerifiedBatch(sound, data[sound[0].start - batch[0].start : sound[-1].stop - batch[0].start]))
+    def _pass(self, batch: PieceColumns, which: slice, data: Bytes) -> None:
+        sound = batch[which]
+        if len(sound) and self._take is not None:
+            self._take(VerifiedBatch(sound, data[sound.start - batch.start : sound.stop - batch.start]))
 
 
 class NewFile(Protocol):
@@ -191,11 +199,11 @@ def copy_files(
     lock = Lock()
 
     def write(batch: VerifiedBatch) -> None:
-        name = batch.pieces[0].file
+        name = batch.pieces.file
         with lock:
             if name not in opened:
                 opened[name] = create(name, left[name])
-        opened[name].write(batch.pieces[0].start, [batch.data.data])
+        opened[name].write(batch.pieces.start, [batch.data.data])
         with lock:
             left[name] -= batch.data.nbytes
             is_whole = not left[name]
@@ -204,7 +212,7 @@ def copy_files(
 
     pieces = verification.pieces(manifest)
     try:
-        read_verified(stored, [piece for name in left for piece in pieces[name]], write, control=control)
+        read_verified(stored, [pieces[name] for name in left], write, control=control)
     finally:
         for file in opened.values():
             file.discard()

@@ -39,7 +39,7 @@ def test_every_byte_is_lent_once(built: Built, workers: int) -> None:
     for alignment in (1, 2**16):
         sizes.clear()
         control = ReadControl(workers, moved=sizes.append, alignment=alignment)
-        read_verified(stored(built), pieces(built), take, control=control)
+        read_verified(stored(built), verification.grouped(pieces(built)), take, control=control)
         assert {name: bytes(data) for name, data in files.items()} == {
             name: (built.path / name).read_bytes() for name in files
         }
@@ -49,13 +49,14 @@ def test_every_byte_is_lent_once(built: Built, workers: int) -> None:
 def test_damage_is_raised_or_told_and_never_lent(built: Built) -> None:
     """The pieces around it are lent all the same, where damage is collected."""
     listed = pieces(built)
+    by_file = verification.grouped(listed)
     bad = next(piece for piece in listed if piece.tensor is not None and piece.length)
     flip(built.path / bad.file, bad.start)
     lent: list[verification.Piece] = []
     told: list[verification.Piece] = []
     with pytest.raises(CorruptExtent):
-        read_verified(stored(built), listed)
-    read_verified(stored(built), listed, lambda batch: lent.extend(batch.pieces), lambda piece, error: told.append(piece))
+        read_verified(stored(built), by_file)
+    read_verified(stored(built), by_file, lambda batch: lent.extend(batch.pieces), lambda piece, error: told.append(piece))
     assert told == [bad] and sorted(lent) == sorted(piece for piece in listed if piece != bad)
 
 
@@ -64,7 +65,7 @@ def test_an_empty_file_that_is_gone_is_missed(built: Built) -> None:
     name = next(file.name for file in built.manifest.files if not file.bytes)
     (built.path / name).unlink()
     with pytest.raises(NoSuchResource):
-        read_verified(stored(built), verification.pieces(built.manifest)[name])
+        read_verified(stored(built), [verification.pieces(built.manifest)[name]])
 
 
 def test_a_copy_is_the_same_files(built: Built) -> None:

@@ -15,9 +15,7 @@ from holdfast.read.verified_load import windows
 from holdfast_files.verifying import VerifiedBatch
 from holdfast_formats import naming, timestamps
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.verification import Piece
-
-_Batch = Sequence[Piece]
+from holdfast_formats.disk.verification import PieceColumns
 
 
 def stream(reader: CheckpointReader, out: BinaryIO, groups: Sequence[str], on_bytes: Callable[[int], None]) -> Copied:
@@ -27,14 +25,14 @@ def stream(reader: CheckpointReader, out: BinaryIO, groups: Sequence[str], on_by
     """
     files = {file.name: file for file in chosen(reader, groups)}
     created = timestamps.read(reader.manifest.created).timestamp()
-    pieces = [piece for name in files for piece in reader.pieces(name)]
+    pieces = [reader.pieces(name) for name in files]
     begun = ""
     for batch, data in _in_order(reader, pieces):
-        if batch[0].file != begun:
-            begun = batch[0].file
+        if batch.file != begun:
+            begun = batch.file
             out.write(_header(begun, files[begun].bytes, created))
         out.write(data)
-        if batch[-1].stop == files[begun].bytes:
+        if batch.stop == files[begun].bytes:
             out.write(_padding(files[begun].bytes))
         on_bytes(len(data))
     small = () if groups else ((naming.MANIFEST, reader.manifest_bytes), (naming.COMMIT, reader.commit_bytes))
@@ -45,24 +43,24 @@ def stream(reader: CheckpointReader, out: BinaryIO, groups: Sequence[str], on_by
     return Copied(len(files) + len(small), sum(file.bytes for file in files.values()), committed=not groups)
 
 
-def _in_order(reader: CheckpointReader, pieces: Iterable[Piece]) -> Iterator[tuple[_Batch, bytes]]:
+def _in_order(reader: CheckpointReader, pieces: Iterable[PieceColumns]) -> Iterator[tuple[PieceColumns, bytes]]:
     """Batches by file and position, with their bytes. As many are read at a time as their buffers and their copies fit."""
     batches = list(verification.batches(pieces))
     count = max(windows(reader.source) // 2, 1)
     for first in range(0, len(batches), count):
         some = batches[first : first + count]
         read = _read(reader, some)
-        yield from ((batch, read.pop((batch[0].file, batch[0].start))) for batch in some)
+        yield from ((batch, read.pop((batch.file, batch.start))) for batch in some)
 
 
-def _read(reader: CheckpointReader, batches: Sequence[_Batch]) -> dict[tuple[str, int], bytes]:
+def _read(reader: CheckpointReader, batches: Sequence[PieceColumns]) -> dict[tuple[str, int], bytes]:
     """The bytes of batches, by file and first byte."""
     read: dict[tuple[str, int], bytes] = {}
 
     def take(batch: VerifiedBatch) -> None:
-        read[batch.pieces[0].file, batch.pieces[0].start] = batch.data.tobytes()
+        read[batch.pieces.file, batch.pieces.start] = batch.data.tobytes()
 
-    reader.stream([piece for batch in batches for piece in batch], take)
+    reader.stream(batches, take)
     return read
 
 

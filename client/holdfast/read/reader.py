@@ -36,7 +36,7 @@ from holdfast_formats import dtypes, naming, transfer
 from holdfast_formats.disk import coded, manifests, verification
 from holdfast_formats.disk.manifests import FileEntry, Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import resolve
-from holdfast_formats.disk.verification import Piece
+from holdfast_formats.disk.verification import Piece, PieceColumns
 from holdfast_formats.errors import (
     CheckpointError,
     Damaged,
@@ -152,16 +152,16 @@ class CheckpointReader:
         return self.read_file(naming.STATE)
 
     @cached_property
-    def _pieces(self) -> dict[str, tuple[Piece, ...]]:
+    def _pieces(self) -> dict[str, PieceColumns]:
         return verification.pieces(self.manifest)
 
-    def pieces(self, file: str) -> tuple[Piece, ...]:
+    def pieces(self, file: str) -> PieceColumns:
         """A file's pieces in order; `NoSuchResource` for a file that is not in the manifest."""
         entry = self.manifest.file(file)
         if entry is None:
             raise NoSuchResource(f"{self.source.label} has no file {file!r}", file=file)
         if not entry.header_bytes:  # a small file: all tensors need not be looked through for it
-            return (Piece(file, 0, entry.bytes, entry.digest),)
+            return verification.grouped([Piece(file, 0, entry.bytes, entry.digest)])[0]
         return self._pieces[file]
 
     def read_file(self, name: str) -> bytes:
@@ -170,10 +170,10 @@ class CheckpointReader:
         pieces = self.pieces(name)
 
         def take(batch: VerifiedBatch) -> None:
-            parts[batch.pieces[0].start] = batch.data.tobytes()
+            parts[batch.pieces.start] = batch.data.tobytes()
 
         with self._as_it_stands():
-            self.copies.read(lambda source: self._stream(source, pieces, take))
+            self.copies.read(lambda source: self._stream(source, [pieces], take))
         return b"".join(parts[start] for start in sorted(parts))
 
     @cached_property
@@ -268,7 +268,7 @@ class CheckpointReader:
         `InUse` if another checkpoint replaces this one in the meantime.
         """
         damages: list[Damage] = []
-        present: list[Piece] = []
+        present: list[PieceColumns] = []
         for file in self.manifest.files:
             try:
                 size = self.source.size(file.name)
@@ -276,16 +276,18 @@ class CheckpointReader:
             except (Damaged, StorageFailed) as error:
                 damages.append(_damage(error, Piece(file.name, 0, file.bytes, file.digest)))
                 size = error.members.get("offset") or None  # up to where a shorter file can still be checked
-            present += [piece for piece in self._pieces[file.name] if size is not None and piece.stop <= size]
+            if size is not None:
+                listed = self._pieces[file.name]
+                present.append(listed.where(listed.stops <= size))
         indexed = {naming.index_file_name(group): group for group in self.manifest.tensors}
 
         def agree(batch: VerifiedBatch) -> None:
-            for piece in batch.pieces:
-                try:
-                    if piece.file in indexed:
-                        verification.check_index(self.manifest, indexed[piece.file], batch.of(piece).tobytes())
-                except Damaged as error:
-                    damages.append(_damage(error, piece))
+            file = batch.pieces.file
+            try:
+                if file in indexed:
+                    verification.check_index(self.manifest, indexed[file], batch.data.tobytes())
+            except Damaged as error:
+                damages.append(_damage(error, batch.pieces[0]))
 
         self.stream(present, agree, lambda piece, error: damages.append(_damage(error, piece)), on_bytes)
         for name in sorted(indexed.keys() - self._pieces.keys()):
@@ -297,7 +299,7 @@ class CheckpointReader:
 
     def stream(
         self,
-        pieces: Iterable[Piece],
+        pieces: Iterable[PieceColumns],
         take: Take,
         on_damage: OnDamage | None = None,
         on_bytes: Callable[[int], None] | None = None,
@@ -313,7 +315,7 @@ class CheckpointReader:
     def _stream(
         self,
         source: Source,
-        pieces: Iterable[Piece],
+        pieces: Iterable[PieceColumns],
         take: Take,
         on_damage: OnDamage | None = None,
         on_bytes: Callable[[int], None] | None = None,

@@ -7,6 +7,7 @@ header as JSON, the tensors' bytes without gap or overlap. On the library's own 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ HEADER_BYTES_MAX = 100_000_000  # the library's own limit
 DATA_ALIGNMENT_BYTES = 4096  # ours: O_DIRECT and mmap stay aligned; allowed, since the padding is spaces in the header
 _SIZE_MAX = 2**63 - 1
 _METADATA = "__metadata__"
+_PLAIN = re.compile(r"[\w./-]*", re.ASCII)  # a name that JSON spells as it is
 _REPAIR = "restore another step; this file is damaged"
 
 
@@ -53,14 +55,7 @@ def encode(
 ) -> bytes:
     """The length field and the header, padded with spaces so that the data begins at a multiple of `alignment_bytes`."""
     validate(tensors)
-    document: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
-    for tensor in tensors:
-        document[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": (tensor.start, tensor.stop),
-        }
-    body = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    body = body_of(tensors, metadata)
     body += b" " * (-(LENGTH_BYTES + len(body)) % alignment_bytes)
     if len(body) > HEADER_BYTES_MAX:
         raise LimitExceeded(
@@ -68,6 +63,25 @@ def encode(
             hint="lower file_bytes_max, so that a file holds fewer tensors",
         )
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def body_of(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The header's JSON without padding. There are few dtypes and shapes, each of which is spelled once."""
+    parts = [] if metadata is None else [f'"{_METADATA}":{_json(dict(metadata))}']
+    spelled: dict[tuple[str, tuple[int, ...]], str] = {}
+    for name, dtype, shape, start, stop in tensors:
+        form = spelled.get((dtype, shape))
+        if form is None:
+            form = spelled[dtype, shape] = f'{{"dtype":{_json(dtype)},"shape":{_json(shape)},"data_offsets":['
+        text = f'"{name}"' if _PLAIN.fullmatch(name) else _json(name)
+        parts.append(f"{text}:{form}{start},{stop}]}}")
+    return f"{{{','.join(parts)}}}".encode()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def decode(head: bytes, file_bytes: int, source: str = "file") -> Header:

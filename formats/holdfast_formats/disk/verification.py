@@ -6,15 +6,21 @@ checks them first (I7). This module works on values only, so client and service 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import chain, pairwise
+from operator import attrgetter
+from typing import Any, NamedTuple, Self, overload
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from holdfast_formats import decoding, naming
-from holdfast_formats.digest import digest
+from holdfast_formats.digest import DIGITS, digest, number
 from holdfast_formats.disk import safetensors
 from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent, FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk.packing import FORMAT_METADATA
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
 
 _HINT = "restore another step; `holdfast verify` lists every damaged range"
@@ -41,18 +47,164 @@ def tensor_piece(group: str, name: str, entry: TensorEntry, extent: Extent) -> P
     return Piece(entry.file, entry.start + extent.offset, extent.length, extent.digest, group, name, extent.offset)
 
 
-def pieces(manifest: Manifest) -> dict[str, tuple[Piece, ...]]:
+_NONE = -1
+_ROW = np.dtype(
+    [
+        ("start", np.int64),  # in the file, in bytes
+        ("length", np.int64),
+        ("digest", np.uint64),
+        ("offset", np.int64),  # in the tensor
+        ("tensor", np.int64),  # its place in the manifest's order; `_NONE` for a header or a small file
+        ("extent", np.int64),  # the same of the extent
+    ]
+)
+
+
+class TensorNames:
+    """The group and the name of each tensor, in the manifest's order."""
+
+    def __init__(self, groups: Mapping[str, Iterable[str]]) -> None:
+        self.names: list[str] = []
+        self._groups, self._ends = tuple(groups), list[int]()
+        for names in groups.values():
+            self.names += names
+            self._ends.append(len(self.names))
+
+    def __getitem__(self, number: int) -> tuple[str, str]:
+        return self._groups[bisect_right(self._ends, number)], self.names[number]
+
+
+class PieceColumns(Sequence[Piece]):
+    """Pieces of one file in its order, as columns of numbers. A `Piece` is made where one is asked for."""
+
+    __slots__ = ("_names", "file", "rows")
+
+    def __init__(self, file: str, names: TensorNames | Sequence[tuple[str, str]], rows: NDArray[np.void]) -> None:
+        self.file, self._names, self.rows = file, names, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Piece: ...
+    @overload
+    def __getitem__(self, at: slice) -> Self: ...
+    def __getitem__(self, at: int | slice) -> Piece | Self:
+        if isinstance(at, slice):
+            return type(self)(self.file, self._names, self.rows[at])
+        return self._piece(self.rows[at].item())
+
+    def __iter__(self) -> Iterator[Piece]:
+        return map(self._piece, self.rows.tolist())
+
+    @property
+    def start(self) -> int:
+        return int(self.rows["start"][0])
+
+    @property
+    def stops(self) -> NDArray[np.int64]:
+        stops: NDArray[np.int64] = self.rows["start"] + self.rows["length"]
+        return stops
+
+    @property
+    def stop(self) -> int:
+        return int(self.rows["start"][-1] + self.rows["length"][-1])
+
+    def where(self, mask: NDArray[np.bool_]) -> Self:
+        return type(self)(self.file, self._names, self.rows[mask])
+
+    def _piece(self, row: tuple[int, ...]) -> Piece:
+        start, length, number, offset, tensor, _ = row
+        group, name = (None, None) if tensor == _NONE else self._names[tensor]
+        return Piece(self.file, start, length, f"{number:0{DIGITS}x}", group, name, offset)
+
+
+class ExtentColumns(NamedTuple):
+    """All extents of a manifest in its order: the files' numbers, and a row for each."""
+
+    names: TensorNames
+    entries: list[TensorEntry]
+    edges: NDArray[np.int64]  # the first extent of each tensor, and the end
+    files: NDArray[np.int64]
+    rows: NDArray[np.void]
+
+
+def extents(manifest: Manifest) -> ExtentColumns:
+    """The extents as columns. Files have the numbers of `manifest.files`."""
+    entries = list(chain.from_iterable(named.values() for named in manifest.tensors.values()))
+    listed = list(map(attrgetter("extents"), entries))
+    counts = np.fromiter(map(len, listed), np.int64, len(listed))
+    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    every = list(chain.from_iterable(listed))
+    at = {file.name: number for number, file in enumerate(manifest.files)}
+    rows = np.empty(len(every), _ROW)
+    rows["tensor"] = of = np.repeat(np.arange(len(entries)), counts)
+    rows["extent"] = np.arange(len(every))
+    rows["offset"] = np.fromiter(map(attrgetter("offset"), every), np.int64, len(every))
+    rows["length"] = np.fromiter(map(attrgetter("length"), every), np.int64, len(every))
+    rows["digest"] = _numbers(map(attrgetter("digest"), every))
+    rows["start"] = rows["offset"] + np.fromiter(map(attrgetter("start"), entries), np.int64, len(entries))[of]
+    files = np.fromiter(map(at.__getitem__, map(attrgetter("file"), entries)), np.int64, len(entries))[of]
+    return ExtentColumns(TensorNames(manifest.tensors), entries, edges, files, rows)
+
+
+def pieces(manifest: Manifest) -> dict[str, PieceColumns]:
     """Every file's pieces in file order; together they tile the file exactly, as `manifest.validate` has checked."""
-    by_file = {file.name: [Piece(file.name, 0, file.header_bytes or file.bytes, file.digest)] for file in manifest.files}
-    for group, tensors in manifest.tensors.items():
-        for name, entry in tensors.items():
-            by_file[entry.file] += [tensor_piece(group, name, entry, extent) for extent in entry.extents]
-    return {name: tuple(sorted(listed, key=lambda piece: piece.start)) for name, listed in by_file.items()}
+    found = extents(manifest)
+    firsts = [(0, file.header_bytes or file.bytes, int(file.digest, 16), 0, _NONE, _NONE) for file in manifest.files]
+    rows = np.concatenate([np.array(firsts, _ROW), found.rows])
+    files = np.concatenate([np.arange(len(firsts)), found.files])
+    return dict(zip((file.name for file in manifest.files), _by_file(manifest, found.names, files, rows), strict=True))
+
+
+def of_extents(manifest: Manifest, found: ExtentColumns, numbers: NDArray[np.int64]) -> list[PieceColumns]:
+    """The pieces of some extents, by file and place."""
+    return [some for some in _by_file(manifest, found.names, found.files[numbers], found.rows[numbers]) if len(some)]
+
+
+def _by_file(
+    manifest: Manifest, names: TensorNames, files: NDArray[np.int64], rows: NDArray[np.void]
+) -> Iterator[PieceColumns]:
+    order = np.lexsort((rows["start"], files))
+    rows, edges = rows[order], np.searchsorted(files[order], np.arange(len(manifest.files) + 1))
+    for file, first, end in zip(manifest.files, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        yield PieceColumns(file.name, names, rows[first:end])
+
+
+def grouped(listed: Iterable[Piece]) -> list[PieceColumns]:
+    """These pieces by file and place."""
+    by_file: dict[str, list[Piece]] = {}
+    for piece in sorted(listed, key=lambda piece: (piece.file, piece.start)):
+        by_file.setdefault(piece.file, []).append(piece)
+    return [_columns(file, some) for file, some in by_file.items()]
+
+
+def _columns(file: str, listed: Sequence[Piece]) -> PieceColumns:
+    names = [(str(piece.group), str(piece.tensor)) for piece in listed]
+    numbers = _numbers(piece.digest for piece in listed)
+    places = [_NONE if piece.tensor is None else number for number, piece in enumerate(listed)]
+    rows = [(p.start, p.length, 0, p.offset, place, _NONE) for p, place in zip(listed, places, strict=True)]
+    table = np.array(rows, _ROW)
+    table["digest"] = numbers
+    return PieceColumns(file, names, table)
+
+
+def _numbers(digests: Iterable[str]) -> NDArray[np.uint64]:
+    return np.frombuffer(bytes.fromhex("".join(digests)), ">u8").astype(np.uint64)
 
 
 def check(piece: Piece, data: Any) -> None:
     """Raise `CorruptExtent`, with file, tensor and byte range, unless `data` has the piece's length and digest (I7)."""
     check_found(piece, memoryview(data).nbytes, digest(data))
+
+
+def numbers_in(listed: PieceColumns, data: Any) -> NDArray[np.uint64]:
+    """The digests, as numbers, of what is at the places of pieces that follow each other; `data` may end too soon."""
+    octets, start = memoryview(data), listed.start
+    begins, ends = (listed.rows["start"] - start).tolist(), (listed.stops - start).tolist()
+    found = [number(octets[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    numbers = np.array(found, np.uint64)
+    return np.where(listed.stops - start <= octets.nbytes, numbers, ~listed.rows["digest"])
 
 
 def check_found(piece: Piece, held: int, text: str, expected: str | None = None) -> None:
@@ -80,7 +232,7 @@ def check_size(manifest: Manifest, name: str, size: int | None) -> None:
     if entry is None or size == entry.bytes:
         return
     have = size or 0
-    hurt = [piece for piece in pieces(manifest)[name] if piece.tensor is not None and piece.stop > have]
+    hurt = [piece for piece in overlapping(pieces(manifest)[name], have, entry.bytes) if piece.tensor is not None]
     tensors = list(dict.fromkeys(str(piece.tensor) for piece in hurt))
     named = ", ".join(map(repr, tensors[:_NAMED_TENSORS_MAX]))
     more = f" and {len(tensors) - _NAMED_TENSORS_MAX} more" if len(tensors) > _NAMED_TENSORS_MAX else ""
@@ -105,6 +257,8 @@ def tensors_by_file(manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
 
 def check_header(file: FileEntry, tensors: Mapping[str, TensorEntry], head: bytes) -> None:
     """Raise `CorruptManifest` unless a shard file's header has these tensors at the bytes that the manifest states."""
+    if _is_as_written(file, tensors, head):
+        return
     header = safetensors.decode(head, file.bytes, file.name)
     stated = {t.name: (t.dtype, t.shape, header.header_bytes + t.start) for t in header.tensors}
     listed = {name: (entry.dtype, entry.shape, entry.start) for name, entry in tensors.items()}
@@ -116,6 +270,20 @@ def check_header(file: FileEntry, tensors: Mapping[str, TensorEntry], head: byte
             file=file.name,
             tensor=wrong,
         )
+
+
+def _is_as_written(file: FileEntry, tensors: Mapping[str, TensorEntry], head: bytes) -> bool:
+    """Whether a header is, byte for byte, the one that Holdfast writes for these tensors, which tile the file."""
+    placed = sorted(tensors.items(), key=lambda pair: pair[1].start)
+    starts = [entry.start - len(head) for _, entry in placed]
+    stops = [*starts, file.bytes - len(head)][1:]
+    rows = (
+        (name, one.dtype, one.shape, start, stop) for (name, one), start, stop in zip(placed, starts, stops, strict=True)
+    )
+    body = safetensors.body_of(rows, FORMAT_METADATA)
+    return head == (len(head) - safetensors.LENGTH_BYTES).to_bytes(safetensors.LENGTH_BYTES, "little") + body.ljust(
+        len(head) - safetensors.LENGTH_BYTES
+    )
 
 
 def check_index(manifest: Manifest, group: str, encoded: bytes) -> None:
@@ -136,19 +304,19 @@ class _Index(msgspec.Struct):
 _decode_index = decoding.decoder(_Index)
 
 
-def overlapping(listed: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:
+def overlapping(listed: PieceColumns, start: int, stop: int) -> PieceColumns:
     """The pieces of a file that contain any of its bytes [start, stop)."""
-    return tuple(piece for piece in listed if max(piece.start, start) < min(piece.stop, stop))
+    rows = listed.rows
+    return listed.where(np.maximum(rows["start"], start) < np.minimum(listed.stops, stop))
 
 
-def batches(listed: Iterable[Piece], bytes_max: int = EXTENT_BYTES_MAX) -> Iterator[tuple[Piece, ...]]:
+def batches(listed: Iterable[PieceColumns], bytes_max: int = EXTENT_BYTES_MAX) -> Iterator[PieceColumns]:
     """The pieces by file and position, adjacent ones together, so that small ones cost one read."""
-    batch: list[Piece] = []
-    for piece in sorted(listed, key=lambda piece: (piece.file, piece.start)):
-        follows = batch and piece.file == batch[0].file and piece.start == batch[-1].stop
-        if batch and not (follows and piece.stop - batch[0].start <= bytes_max):
-            yield tuple(batch)
-            batch = []
-        batch.append(piece)
-    if batch:
-        yield tuple(batch)
+    for some in sorted(listed, key=lambda some: some.file):
+        starts, stops = some.rows["start"], some.stops
+        begins = (np.flatnonzero(starts[1:] != stops[:-1]) + 1).tolist()
+        for first, end in pairwise([0, *begins, len(some)]):
+            while first < end:
+                fit = int(np.searchsorted(stops[first:end], starts[first] + bytes_max, "right"))
+                yield some[first : first + max(fit, 1)]
+                first += max(fit, 1)

@@ -33,7 +33,7 @@ class CommittedFiles:
     def __init__(self, files: Files, manifest: Manifest, directory: str = "", kept_bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._files, self._made, self._directory = files, manifest, directory
         self._pieces = verification.pieces(manifest)
-        self._starts = {file: [piece.start for piece in listed] for file, listed in self._pieces.items()}
+        self._starts: dict[str, list[int]] = {file: some.rows["start"].tolist() for file, some in self._pieces.items()}
         self._kept: OrderedDict[tuple[str, int], NDArray[np.uint8]] = OrderedDict()
         self._kept_bytes, self._kept_bytes_max = 0, kept_bytes_max
         self._lock = Lock()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ _COLUMNS: dict[str, str] = {
     "changed_from": "<i8",
 }
 _COUNTS = ("nan", "inf", "zeros")
-_NOWHERE = -1  # `changed_from` of a tensor without a predecessor
+NOWHERE = -1  # `changed_from` of a tensor without a predecessor
 _HINT = "the checkpoint itself is not affected; only its statistics are lost"
 
 
@@ -76,6 +76,33 @@ def merge(parts: Sequence[PartStatistics]) -> PartStatistics:
     )
 
 
+Table = NDArray[np.float64]  # a row for each part: the fields of `PartStatistics`, and NaN for a change that is not known
+CHANGE = PartStatistics._fields.index("change")
+
+
+def tabulate(parts: Sequence[PartStatistics]) -> Table:
+    rows = [(*part[:-1], math.nan if part.change is None else part.change) for part in parts]
+    return np.array(rows, np.float64).reshape(-1, len(PartStatistics._fields))
+
+
+def listed(table: Table) -> list[PartStatistics]:
+    """The rows of a table as parts."""
+    counts, moments = table[:, :4].astype(np.int64).tolist(), table[:, 4:].tolist()
+    parts = [PartStatistics(*count, *numbers) for count, numbers in zip(counts, moments, strict=True)]
+    return [part._replace(change=None) if part.change is not None and math.isnan(part.change) else part for part in parts]
+
+
+def merge_each(table: Table, edges: NDArray[np.int64]) -> Table:
+    """`merge` of the rows from each edge to the next. Most tensors of a checkpoint with many have one part."""
+    counts = np.diff(edges)
+    merged: Table = np.empty((len(counts), table.shape[1]))
+    single = counts == 1
+    merged[single] = table[edges[:-1][single]]
+    for number in np.flatnonzero(~single).tolist():
+        merged[number] = tabulate([merge(listed(table[edges[number] : edges[number + 1]]))])[0]
+    return merged
+
+
 class Statistics:
     """The columns, one entry per tensor, in the order of the manifest. In float columns, NaN means "none"."""
 
@@ -95,20 +122,17 @@ class Statistics:
         return array
 
 
-def collect(parts: Iterable[tuple[PartStatistics, int | None]]) -> Statistics:
-    rows = [_row(part, step) for part, step in parts]
-    table = list(zip(*rows, strict=True)) if rows else [()] * len(_COLUMNS)
-    return Statistics({name: np.array(column, kind) for (name, kind), column in zip(_COLUMNS.items(), table, strict=True)})
-
-
-def _row(part: PartStatistics, step: int | None) -> tuple[float, ...]:
-    known = part.finite > 0
-    rms = part.norm / math.sqrt(part.finite) if known and math.isfinite(part.norm) else math.nan
-    change = part.change if step is not None and part.change is not None else math.nan
-    change = change if math.isfinite(change) else math.nan
-    moments = (part.minimum, part.maximum, part.mean) if known else (math.nan,) * 3
-    before = _NOWHERE if step is None or math.isnan(change) else step
-    return (part.nan, part.inf, part.zeros, *moments, rms, change, before)
+def collect(tensors: Table, before: NDArray[np.int64]) -> Statistics:
+    """The statistics of tensors, each with the step from which its change is measured; `NOWHERE` without one."""
+    finite, nan, inf, zeros, low, high, mean, norm, change = tensors.T
+    known = finite > 0
+    with np.errstate(all="ignore"):
+        rms = np.where(known & np.isfinite(norm), norm / np.sqrt(finite), math.nan)
+    moments = {name: np.where(known, of, math.nan) for name, of in (("minimum", low), ("maximum", high), ("mean", mean))}
+    change = np.where((before != NOWHERE) & np.isfinite(change), change, math.nan)
+    found = {"nan": nan, "inf": inf, "zeros": zeros, **moments, "rms": rms, "change": change}
+    found["changed_from"] = np.where(np.isnan(change), NOWHERE, before)
+    return Statistics({name: found[name].astype(kind) for name, kind in _COLUMNS.items()})
 
 
 def encode(statistics: Statistics) -> bytes:
@@ -144,7 +168,7 @@ def _check(statistics: Statistics) -> None:
         all((statistics[name] >= 0).all() for name in _COUNTS)
         and not any(np.isinf(column).any() for column in floats)
         and not (statistics["minimum"] > statistics["maximum"]).any()
-        and not ((statistics["rms"] < 0) | (statistics["change"] < 0) | (statistics["changed_from"] < _NOWHERE)).any()
+        and not ((statistics["rms"] < 0) | (statistics["change"] < 0) | (statistics["changed_from"] < NOWHERE)).any()
     )
     if not possible:
         raise CorruptStatistics("the statistics contain impossible values", hint=_HINT)
@@ -178,7 +202,7 @@ def describe(statistics: Statistics, position: int, group: str, name: str, entry
         rms=number("rms"),
         zeros=int(statistics["zeros"][position]) / elements if elements else 0.0,
         change=number("change"),
-        changed_from=None if before == _NOWHERE else before,
+        changed_from=None if before == NOWHERE else before,
     )
 
 
@@ -191,6 +215,16 @@ def layer_of(name: str) -> str:
     return ".".join(parts[:-1][:2]) or parts[0]
 
 
+def layers_of(names: Iterable[str]) -> Iterator[str]:
+    """`layer_of` each name. The tensors of a layer mostly follow each other."""
+    layer, inside = "", ""
+    for name in names:
+        if not (inside and name.startswith(inside)):
+            layer = layer_of(name)
+            inside = f"{layer}." if layer.rpartition(".")[2].isdigit() else ""
+        yield layer
+
+
 def sum_up(manifest: Manifest, statistics: Statistics) -> dict[str, Any]:
     """Data for plots and verdicts, as JSON: (non-finite, rms, relative change) of every layer of every group, and the NaN
     and infinities of each tensor that has any.
@@ -199,8 +233,9 @@ def sum_up(manifest: Manifest, statistics: Statistics) -> dict[str, Any]:
     """
     listed = tensors_of(manifest)
     held: dict[str, dict[str, list[int]]] = {}
-    for position, (group, name, _) in enumerate(listed):
-        held.setdefault(group, {}).setdefault(layer_of(name), []).append(position)
+    named = layers_of(name for _, name, _ in listed)
+    for position, ((group, _, _), layer) in enumerate(zip(listed, named, strict=True)):
+        held.setdefault(group, {}).setdefault(layer, []).append(position)
     elements = np.array([math.prod(entry.shape) if entry.shape else 0 for _, _, entry in listed], np.float64)
     groups = {}
     for group, layers in held.items():

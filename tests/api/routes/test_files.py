@@ -103,7 +103,10 @@ def test_damage_before_the_first_byte(service: Served, http: httpx.Client) -> No
 
 def test_damage_behind_the_first_byte(service: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage found under way cuts the connection: the file never looks complete, and no damaged byte has left."""
-    monkeypatch.setattr("holdfast_formats.disk.verification.batches", lambda pieces: ((piece,) for piece in pieces))
+    monkeypatch.setattr(
+        "holdfast_formats.disk.verification.batches",
+        lambda listed: (of[i : i + 1] for of in listed for i in range(len(of))),
+    )
     path = largest(service)
     intact = path.read_bytes()
     flip(path, len(intact) - 1)

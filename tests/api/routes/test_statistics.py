@@ -12,7 +12,7 @@ from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchCheckpoint, NoSuchResource, NoSuchRun
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.statistics import collect, encode
+from holdfast_formats.rest.statistics import collect, encode, tabulate
 from holdfast_service.api.app import Services
 from holdfast_service.control.control import Control
 from holdfast_service.control.database.schema import StatisticsRow
@@ -172,7 +172,7 @@ def test_damaged_statistics(api: Api, service: Served) -> None:
     with database.read() as session:
         sound = session.get_one(StatisticsRow, (RUN, 5)).data
     try:
-        for data, tensors in ((sound[:-3], 13), (b"x", 13), (encode(collect([])), 0)):
+        for data, tensors in ((sound[:-3], 13), (b"x", 13), (encode(collect(tabulate([]), np.empty(0, np.int64))), 0)):
             with database.write() as session:
                 row = session.get_one(StatisticsRow, (RUN, 5))
                 row.data, row.tensors = data, tensors

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.statistics import PartStatistics, collect
+from holdfast_formats.rest.statistics import NOWHERE, PartStatistics, collect, tabulate
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.statistics import HISTORY_STEPS, NonFinite, StatisticsStore
 from holdfast_service.control.control import Control
@@ -54,10 +54,8 @@ class House:
                 finite = data[np.isfinite(data)]
                 nan, inf = int(np.isnan(data).sum()), int(np.isinf(data).sum())
                 zeros = int((data == 0).sum())
-                parts.append(
-                    (PartStatistics(finite.size, nan, inf, zeros, 0.0, 1.0, 0.5, float(np.linalg.norm(finite))), None)
-                )
-        self.control.health.take(made, collect(parts))
+                parts.append(PartStatistics(finite.size, nan, inf, zeros, 0.0, 1.0, 0.5, float(np.linalg.norm(finite))))
+        self.control.health.take(made, collect(tabulate(parts), np.full(len(parts), NOWHERE)))
         if verified:
             mark_verified(self.catalog, RUN, step)
             self.control.rotation.due(RUN)
@@ -203,7 +201,8 @@ def test_a_removed_checkpoint_gets_no_statistics(house: House) -> None:
     """It went while it was examined: nothing is left of it."""
     made = build(house.root / naming.checkpoint_path(RUN, 1), {"model": {"w": np.zeros(2)}}, run=RUN, step=1).manifest
     house.control.launches.declare(RUN, "l1", 1, None)
-    house.control.health.take(made, collect([(PartStatistics(2, 0, 0, 2, 0.0, 0.0, 0.0, 0.0), None)]))
+    found = collect(tabulate([PartStatistics(2, 0, 0, 2, 0.0, 0.0, 0.0, 0.0)]), np.array([NOWHERE]))
+    house.control.health.take(made, found)
     with pytest.raises(NoSuchResource):
         house.store.load(RUN, 1)
 

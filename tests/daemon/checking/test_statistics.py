@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast_formats import dtypes
-from holdfast_formats.rest.statistics import PartStatistics, merge
+from holdfast_formats.rest.statistics import PartStatistics, listed, merge
 from holdfast_service.daemon.checking import statistics
 from holdfast_service.daemon.checking.statistics import measure, measure_alike
 
@@ -88,9 +88,10 @@ def test_parts_that_are_measured_together(held: tuple[str, np.ndarray], elements
     if not parts:
         return
     before = [parts[number] for number in np.random.default_rng(seed).permutation(len(parts))]
-    assert repr(measure_alike(dtype, parts)) == repr([measure(dtype, part) for part in parts])
+    assert repr(listed(measure_alike(dtype, parts))) == repr([measure(dtype, part) for part in parts])
+    assert repr(listed(measure_alike(dtype, np.stack(parts)))) == repr([measure(dtype, part) for part in parts])
     alone = [measure(dtype, *pair) for pair in zip(parts, before, strict=True)]
-    assert repr(measure_alike(dtype, parts, before)) == repr(alone)
+    assert repr(listed(measure_alike(dtype, parts, before))) == repr(alone)
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
@@ -101,8 +102,8 @@ def test_long_parts_that_are_measured_together(dtype: str, elements: int) -> Non
     raw = rng.integers(0, 256, 7 * elements * dtypes.bits(dtype) // 8, np.uint8)
     parts = np.split(raw & 1 if dtype == "BOOL" else raw, 7)
     parts[3] = np.zeros_like(parts[3])
-    assert repr(measure_alike(dtype, parts)) == repr([measure(dtype, part) for part in parts])
-    moved = measure_alike(dtype, parts, parts[::-1])
+    assert repr(listed(measure_alike(dtype, parts))) == repr([measure(dtype, part) for part in parts])
+    moved = listed(measure_alike(dtype, parts, parts[::-1]))
     assert repr(moved) == repr([measure(dtype, *pair) for pair in zip(parts, parts[::-1], strict=True)])
     for data, part in zip(parts, moved, strict=True):
         if dtype not in ("F64", "F32", "BF16"):  # of random bits: magnitudes that no sum of theirs can say

@@ -41,6 +41,46 @@ def test_verification_tile_every_file(tensors: list[TensorSpec]) -> None:
                 assert content(spec)[piece.offset : piece.offset + piece.length] == data[piece.start : piece.stop]
 
 
+@given(specs())
+def test_pieces_are_headers_small_files_and_extents(tensors: list[TensorSpec]) -> None:
+    """Each with its place, its digest and its tensor; and the columns know the same of each extent."""
+    made = manifest_of(tensors)
+    expected = {file.name: [Piece(file.name, 0, file.header_bytes or file.bytes, file.digest)] for file in made.files}
+    of_extents = []
+    for group, held in made.tensors.items():
+        for name, entry in held.items():
+            of_extents += [verification.tensor_piece(group, name, entry, extent) for extent in entry.extents]
+    for piece in of_extents:
+        expected[piece.file].append(piece)
+    found = verification.pieces(made)
+    assert {file: list(some) for file, some in found.items()} == {
+        file: sorted(some, key=lambda piece: piece.start) for file, some in expected.items()
+    }
+    for some in found.values():
+        assert [some[at] for at in range(len(some))] == list(some)
+        numbers = some.rows["extent"][some.rows["extent"] >= 0]
+        assert [of_extents[number] for number in numbers.tolist()] == [one for one in some if one.tensor is not None]
+        assert [piece for again in verification.grouped(list(some)[::-1]) for piece in again] == list(some)
+
+
+@given(specs(), st.data())
+def test_digests_of_many(tensors: list[TensorSpec], data: st.DataObject) -> None:
+    """As numbers, at the places of any run of pieces; what the bytes end before has not its digest."""
+    for name, plan in {plan.name: plan for plan in packing.pack(tensors, 64)}.items():
+        listed = verification.pieces(manifest_of(tensors))[name]
+        first = data.draw(st.integers(0, len(listed) - 1))
+        some = listed[first : data.draw(st.integers(first + 1, len(listed)))]
+        held = bytearray(file_bytes(plan)[some.start : some.stop])
+        assert (verification.numbers_in(some, held) == some.rows["digest"]).all()
+        cut = data.draw(st.integers(0, len(held)))
+        sound = verification.numbers_in(some, memoryview(held)[:cut]) == some.rows["digest"]
+        assert sound.tolist() == [piece.stop - some.start <= cut for piece in some]
+        at = data.draw(st.integers(0, len(held) - 1))
+        held[at] ^= 1
+        sound = verification.numbers_in(some, held) == some.rows["digest"]
+        assert sound.tolist() == [not piece.start <= some.start + at < piece.stop for piece in some]
+
+
 @given(st.data())
 def test_a_changed_or_missing_byte_is_named(data: st.DataObject) -> None:
     """Whichever byte of a piece changes or is cut off, the error says file, tensor and range (I7)."""
@@ -94,7 +134,8 @@ def test_headers_must_state_what_the_manifest_states() -> None:
     for name, held in tensors.items():
         file = made.file(name)
         assert file is not None
-        verification.check_header(file, held, FILES[name][: file.header_bytes])
+        head = FILES[name][: file.header_bytes]
+        verification.check_header(file, held, head)
         for tensor, entry in held.items():
             others = [
                 {**held, tensor: msgspec.structs.replace(entry, dtype="I32")},
@@ -104,9 +145,22 @@ def test_headers_must_state_what_the_manifest_states() -> None:
             ]
             for other in others:
                 with pytest.raises(CorruptManifest, match=repr(tensor)):
-                    verification.check_header(file, other, FILES[name])
+                    verification.check_header(file, other, head)
         with pytest.raises(CorruptManifest, match="'zz'"):
-            verification.check_header(file, {**held, "zz": next(iter(held.values()))}, FILES[name])
+            verification.check_header(file, {**held, "zz": next(iter(held.values()))}, head)
+
+
+def test_headers_may_be_spelled_otherwise() -> None:
+    """With the same tensors in another order, other words about them, and other spaces: as another program writes them."""
+    made = sample_manifest()
+    for name, held in verification.tensors_by_file(made).items():
+        file = made.file(name)
+        assert file is not None
+        document = json.loads(FILES[name][8 : file.header_bytes])
+        document = {"__metadata__": {"by": "another"}, **dict(reversed(list(document.items())))}
+        text = json.dumps(document, indent=1, separators=(",", ":")).encode()
+        text = text.ljust(file.header_bytes - 8)
+        verification.check_header(file, held, (file.header_bytes - 8).to_bytes(8, "little") + text)
 
 
 def test_indexes_must_send_tensors_to_their_files() -> None:
@@ -138,7 +192,7 @@ def test_batches_hold_every_piece_once_and_touch(tensors: list[TensorSpec], byte
     """Batches are contiguous ranges of one file, within the limit unless a piece alone is over it, and maximal."""
     listed = [piece for pieces in verification.pieces(manifest_of(tensors)).values() for piece in pieces]
     listed = data.draw(st.lists(st.sampled_from(listed), unique=True)) if listed else []
-    batches = list(verification.batches(listed, bytes_max))
+    batches = list(verification.batches(verification.grouped(listed), bytes_max))
     assert [p for batch in batches for p in batch] == sorted(listed, key=lambda p: (p.file, p.start))
     for batch in batches:
         assert [(p.file, p.start) for p in batch[1:]] == [(p.file, p.stop) for p in batch[:-1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from holdfast_formats.errors import CorruptStatistics
 from holdfast_formats.rest import statistics
 from holdfast_formats.rest.statistics import (
     LAYERS_MAX,
+    NOWHERE,
     OTHERS,
     PartStatistics,
     Statistics,
@@ -22,8 +24,12 @@ from holdfast_formats.rest.statistics import (
     decode,
     encode,
     layer_of,
+    layers_of,
+    listed,
     merge,
+    merge_each,
     sum_up,
+    tabulate,
 )
 
 FINITE = st.floats(-1e6, 1e6)
@@ -55,6 +61,11 @@ def manifest(tensors: dict[str, dict[str, tuple[int, ...]]]) -> Manifest:
     return Manifest(1, "r", 1, 1, "now", 1, {}, {}, (FileEntry("f", 1, 1, "0" * 16),), entries, {})
 
 
+def collected(rows: Sequence[tuple[PartStatistics, int | None]]) -> Statistics:
+    steps = [NOWHERE if step is None else step for _, step in rows]
+    return collect(tabulate([part for part, _ in rows]), np.array(steps, np.int64))
+
+
 def same(one: Statistics, other: Statistics) -> bool:
     return all(np.array_equal(one[name], other[name], equal_nan=True) for name in one.columns)
 
@@ -62,11 +73,38 @@ def same(one: Statistics, other: Statistics) -> bool:
 @given(st.lists(st.tuples(PARTS, st.none() | st.integers(0, 2**53)), max_size=8))
 def test_columns_come_back(rows: list[tuple[PartStatistics, int | None]]) -> None:
     """What is encoded is decoded, whatever is in it."""
-    found = collect(rows)
+    found = collected(rows)
     back = decode(encode(found), len(rows))
     assert same(found, back)
     assert len(back) == len(rows)
     assert back.nonfinite.tolist() == [part.nan + part.inf for part, _ in rows]
+
+
+def row(part: PartStatistics, step: int | None) -> tuple[float, ...]:
+    """The columns of one tensor, as they are defined."""
+    known = part.finite > 0
+    rms = part.norm / math.sqrt(part.finite) if known and math.isfinite(part.norm) else math.nan
+    change = part.change if step is not None and part.change is not None else math.nan
+    change = change if math.isfinite(change) else math.nan
+    moments = (part.minimum, part.maximum, part.mean) if known else (math.nan,) * 3
+    return (part.nan, part.inf, part.zeros, *moments, rms, change, NOWHERE if step is None or math.isnan(change) else step)
+
+
+@given(st.lists(st.tuples(PARTS, st.none() | st.integers(0, 2**53)), max_size=8))
+def test_columns_are_those_of_each_tensor(rows: list[tuple[PartStatistics, int | None]]) -> None:
+    """To the last bit."""
+    found = collected(rows)
+    columns = [found[name].tolist() for name in found.columns]
+    assert repr(list(map(tuple, zip(*columns, strict=True)))) == repr([row(part, step) for part, step in rows])
+
+
+@given(st.lists(st.lists(PARTS, max_size=3), max_size=8))
+def test_tensors_are_merged_each(tensors: list[list[PartStatistics]]) -> None:
+    """Of a table of all parts, whichever number of them a tensor has."""
+    parts = [part for tensor in tensors for part in tensor]
+    edges = np.cumsum([0, *map(len, tensors)])
+    assert listed(tabulate(parts)) == parts
+    assert listed(merge_each(tabulate(parts), edges)) == [merge(tensor) for tensor in tensors]
 
 
 @given(st.lists(PARTS, max_size=6))
@@ -89,7 +127,7 @@ def test_parts_together_are_the_whole(parts: list[PartStatistics]) -> None:
 def test_what_there_is_not_is_none() -> None:
     """A tensor without finite elements has no moments, one without a predecessor no change, and nothing is infinite."""
     huge = PartStatistics(2, 0, 0, 0, 1e308, 1.7e308, 1.5e308, math.inf, math.inf)
-    found = collect(
+    found = collected(
         [
             (PartStatistics(0, 3, 1, 0, change=None), 4),
             (PartStatistics(2, 0, 0, 1, 0.0, 4.0, 2.0, 4.0, 3.0), None),
@@ -97,8 +135,8 @@ def test_what_there_is_not_is_none() -> None:
         ]
     )
     made = manifest({"model": {"a": (4,), "b": (2,), "c": (2,)}, "extra": {}})
-    listed = statistics.tensors_of(made)
-    first, second, third = (statistics.describe(found, i, *tensor) for i, tensor in enumerate(listed))
+    tensors = statistics.tensors_of(made)
+    first, second, third = (statistics.describe(found, i, *tensor) for i, tensor in enumerate(tensors))
     assert (first.nan, first.inf, first.minimum, first.maximum, first.mean, first.rms) == (3, 1, None, None, None, None)
     assert (first.change, first.changed_from) == (None, None)
     assert (second.zeros, second.rms, second.elements) == (0.5, pytest.approx(math.sqrt(8)), 2)
@@ -109,14 +147,14 @@ def test_what_there_is_not_is_none() -> None:
 
 def test_an_empty_tensor() -> None:
     """Nothing of nothing."""
-    found = collect([(merge([]), 4)])
+    found = collected([(merge([]), 4)])
     described = statistics.describe(found, 0, "model", "a", manifest({"model": {"a": (0, 5)}}).tensors["model"]["a"])
     assert (described.elements, described.zeros, described.minimum, described.change) == (0, 0.0, None, 0.0)
 
 
 def test_damage_is_named() -> None:
     """Any flipped bit, any cut, another number of tensors and any other bytes are refused by name."""
-    found = collect([(PartStatistics(4, 0, 0, 1, -1.0, 2.0, 0.5, 3.0, 0.25), 3)] * 20)
+    found = collected([(PartStatistics(4, 0, 0, 1, -1.0, 2.0, 0.5, 3.0, 0.25), 3)] * 20)
     encoded = encode(found)
     for at in range(len(encoded)):
         broken = bytearray(encoded)
@@ -134,7 +172,7 @@ def test_damage_is_named() -> None:
 
 def test_what_nobody_wrote_is_refused() -> None:
     """An intact frame with another head, or with numbers that no tensor has."""
-    found = collect([(PartStatistics(4, 0, 0, 1, -1.0, 2.0, 0.5, 3.0, 0.25), 3)])
+    found = collected([(PartStatistics(4, 0, 0, 1, -1.0, 2.0, 0.5, 3.0, 0.25), 3)])
     plain = zstandard.ZstdDecompressor().decompress(encode(found))
     with pytest.raises(CorruptStatistics):
         decode(zstandard.ZstdCompressor().compress(b"XXXX" + plain[4:]), 1)
@@ -163,6 +201,12 @@ def test_layers_are_named(name: str, layer: str) -> None:
     assert layer_of(name) == layer
 
 
+@given(st.lists(st.lists(st.sampled_from(["a", "b", "1", "12", "b/c", "", "²"]), min_size=1, max_size=4).map(".".join)))
+def test_layers_of_many(names: list[str]) -> None:
+    """Each is that of its name, whatever stands before it."""
+    assert list(layers_of(names)) == [layer_of(name) for name in names]
+
+
 def test_layers_sum_up() -> None:
     """Norms and changes over all tensors of a layer, counters left out; broken tensors by name."""
     made = manifest({"model": {"l.0.a": (2,), "l.0.b": (3,), "l.0.step": (), "l.1.a": (2,), "head": (2,)}})
@@ -173,7 +217,7 @@ def test_layers_sum_up() -> None:
         PartStatistics(0, 2, 0, 0, change=0.0),
         PartStatistics(2, 0, 0, 2, 0.0, 0.0, 0.0, 0.0, 0.0),
     ]
-    found = sum_up(made, collect([(part, 1) for part in parts]))
+    found = sum_up(made, collected([(part, 1) for part in parts]))
     assert list(found["groups"]["model"]) == ["head", "l.0", "l.1"]
     assert found["groups"]["model"]["l.0"] == [0, pytest.approx(5 / math.sqrt(5)), pytest.approx(0.1)]
     assert found["groups"]["model"]["l.1"] == [2, None, None]
@@ -184,7 +228,7 @@ def test_layers_sum_up() -> None:
 def test_layers_are_bounded() -> None:
     """Of names that are no layers, those beyond the limit are one."""
     made = manifest({"model": {f"t{i}": (1,) for i in range(LAYERS_MAX + 9)}})
-    found = sum_up(made, collect([(PartStatistics(1, 0, 0, 0, 1.0, 1.0, 1.0, 1.0, None), None)] * (LAYERS_MAX + 9)))
+    found = sum_up(made, collected([(PartStatistics(1, 0, 0, 0, 1.0, 1.0, 1.0, 1.0, None), None)] * (LAYERS_MAX + 9)))
     cells = found["groups"]["model"]
     assert len(cells) == LAYERS_MAX + 1
     assert cells[OTHERS] == [0, 1.0, None]

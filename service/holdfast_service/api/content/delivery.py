@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import zstandard
 from starlette.responses import Response, StreamingResponse
 
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.verification import Piece
+from holdfast_formats.disk.verification import PieceColumns
 from holdfast_formats.errors import CorruptManifest, Damaged, InvalidRequest, NoSuchResource, StorageFailed
 from holdfast_formats.files import Files
 from holdfast_service.api import problems
@@ -176,15 +176,15 @@ def _unchanged(headers: Mapping[str, str]) -> Response:
     return Response(status_code=304, headers={name: headers[name] for name in ("ETag", "Vary")})
 
 
-def proven(name: str, pieces: Sequence[Piece], fetch: Fetch) -> Body:
+def proven(name: str, pieces: PieceColumns, fetch: Fetch) -> Body:
     """The body of a stored file: whole pieces are read, and checked before they are cut."""
 
     async def body(start: int, stop: int) -> AsyncGenerator[bytes, None]:
-        for batch in verification.batches(verification.overlapping(pieces, start, stop)):
-            at = batch[0].start
-            data = memoryview(await fetch(name, at, batch[-1].stop - at))
+        for batch in verification.batches([verification.overlapping(pieces, start, stop)]):
+            at = batch.start
+            data = memoryview(await fetch(name, at, batch.stop - at))
             await asyncio.to_thread(_check, batch, data)
-            for part in parts_of(data[max(start - at, 0) : min(stop, batch[-1].stop) - at]):
+            for part in parts_of(data[max(start - at, 0) : min(stop, batch.stop) - at]):
                 yield part
 
     return body
@@ -196,9 +196,9 @@ def parts_of(data: memoryview) -> Iterator[bytes]:
         yield bytes(data[at : at + SENT_BYTES])
 
 
-def _check(batch: Sequence[Piece], data: memoryview) -> None:
+def _check(batch: PieceColumns, data: memoryview) -> None:
     for piece in batch:
-        verification.check(piece, data[piece.start - batch[0].start : piece.stop - batch[0].start])
+        verification.check(piece, data[piece.start - batch.start : piece.stop - batch.start])
 
 
 async def _rest(first: bytes, body: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -90,7 +90,7 @@ class ProvenExtents:
         To be used inside `opened`. Raises `CorruptExtent` for damaged pieces, `CorruptManifest` for a missing file,
         `StorageFailed`.
         """
-        for batch in verification.batches(pieces, SLAB_BYTES):
+        for batch in verification.batches(verification.grouped(pieces), SLAB_BYTES):
             left = batch
             while left:
                 count = yield from self._lend_some(source, left)

@@ -20,7 +20,7 @@ from holdfast_formats import naming
 from holdfast_formats.disk import coded, manifests, verification
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.packing import natural_key
-from holdfast_formats.disk.verification import Piece
+from holdfast_formats.disk.verification import PieceColumns
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.files import Files
 from holdfast_formats.rest import bodies, statistics
@@ -63,7 +63,7 @@ class Contents:
         self.sha256 = sha256
 
     @cached_property
-    def pieces(self) -> dict[str, tuple[Piece, ...]]:
+    def pieces(self) -> dict[str, PieceColumns]:
         """The pieces of each file with digests, only for readers of files, because there are as many as extents."""
         return verification.pieces(self.manifest)
 

@@ -156,9 +156,9 @@ def _unlisted(opened: OpenedCheckpoints, run: str, step: int, name: str) -> Deli
     async def fetch(file: str, start: int, length: int) -> bytes:
         return data[start : start + length]
 
-    piece = Piece(name, 0, len(data), digest(data))
+    (pieces,) = verification.grouped([Piece(name, 0, len(data), digest(data))])
     etag = f'"{hashlib.sha256(data).hexdigest()}"'
-    return Delivery("application/json", etag, len(data), delivery.proven(name, (piece,), fetch))
+    return Delivery("application/json", etag, len(data), delivery.proven(name, pieces, fetch))
 
 
 def _media_type(name: str) -> str:

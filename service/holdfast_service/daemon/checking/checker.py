@@ -16,14 +16,13 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 from holdfast_files.opened import open_checkpoint
+from holdfast_files.verifying import VerifiedBatch
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, InUse, NoSuchCheckpoint, NotFound
 from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.statistics import Statistics
-from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.control.checkpoints.storage_probe import Probed
 from holdfast_service.control.control import Control
 from holdfast_service.control.findings.checks import Fence
@@ -272,9 +271,9 @@ def _all_of(trials: LayoutTrials, examined: Examination | None) -> Passed:
     if examined is None:
         return trials.passed
 
-    def passed(manifest: Manifest, pieces: Sequence[Piece], data: Sequence[Bytes]) -> None:
-        trials.passed(manifest, pieces, data)
-        examined.passed(manifest, pieces, data)
+    def passed(manifest: Manifest, batch: VerifiedBatch) -> None:
+        trials.passed(manifest, batch)
+        examined.passed(manifest, batch)
 
     return passed
 

@@ -20,18 +20,18 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from holdfast_files.verifying import VerifiedBatch
 from holdfast_formats import region, transfer
 from holdfast_formats.disk import read_planner, verification
 from holdfast_formats.disk.manifests import Extent, Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import WantedBox
-from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, CorruptManifest, NotFound, Refused
 from holdfast_formats.files import Files
 from holdfast_formats.layout import language, parts, rank_tensors, shard_file
 from holdfast_formats.layout.parts import Part
 from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
 from holdfast_formats.layout.shard_file import ShardFile, Strip
-from holdfast_formats.rest.statistics import layer_of
+from holdfast_formats.rest.statistics import layers_of
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_formats.transfer import Direction, Elements
 
@@ -78,13 +78,13 @@ class LayoutTrials:
         self._lock = threading.Lock()
         self._begin(None)
 
-    def passed(self, manifest: Manifest, pieces: Sequence[Piece], data: Sequence[Bytes]) -> None:
+    def passed(self, manifest: Manifest, batch: VerifiedBatch) -> None:
         """These pieces are verified: keep what the tests need."""
         with self._lock:
             self._choose(manifest)
-            for piece, held in zip(pieces, data, strict=True):
-                if (piece.file, piece.start) in self._wanted:
-                    self._kept[piece.file, piece.start] = held.copy()
+            starts: list[int] = batch.pieces.rows["start"].tolist()
+            for at in [at for at, start in enumerate(starts) if (batch.pieces.file, start) in self._wanted]:
+                self._kept[batch.pieces.file, starts[at]] = batch.of(batch.pieces[at]).copy()
 
     def result(self, manifest: Manifest) -> LayoutTrial:
         """Test the layouts of a checkpoint whose bytes are verified; `CorruptManifest`, with layout, rank and tensor, for
@@ -224,8 +224,8 @@ def _some_layers(manifest: Manifest, group: str) -> Manifest:
     if len(tensors) <= TENSORS_MAX:
         return manifest
     layers: dict[str, list[str]] = {}
-    for name in tensors:
-        layers.setdefault(layer_of(name), []).append(name)
+    for name, layer in zip(tensors, layers_of(tensors), strict=True):
+        layers.setdefault(layer, []).append(name)
     order = list(layers)
     random.Random(f"{manifest.run}@{manifest.step}").shuffle(order)
     order.sort(key=lambda layer: layer[-1:].isdigit())

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
-from holdfast_formats.rest.statistics import PartStatistics, merge
+from holdfast_formats.rest.statistics import PartStatistics, Table, listed, merge, tabulate
 from holdfast_formats.staging.holdings import Bytes
 
 BLOCK = 2**17  # elements
@@ -26,6 +26,7 @@ _RUN = 2**10
 _SAFE = {4: 2.0**50, 8: 2.0**500}  # squares of what is between this and its inverse neither overflow nor vanish
 
 Numbers = NDArray[Any]
+Parts = Sequence[Bytes] | Bytes  # of equal length; the rows of a table where they follow each other in memory
 
 _SMALL_FLOATS = ("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _NO_NUMBERS = ("F4", "F6_E2M3", "F6_E3M2", "C64")  # narrower than a byte, or without an order
@@ -48,18 +49,18 @@ def measure(dtype: str, data: Bytes, before: Bytes | None = None) -> PartStatist
 
     Dtypes without one real number per element (`C64`, and floats smaller than a byte) are not counted.
     """
-    return measure_alike(dtype, [data], None if before is None else [before])[0]
+    return listed(measure_alike(dtype, [data], None if before is None else [before]))[0]
 
 
-def measure_alike(dtype: str, parts: Sequence[Bytes], before: Sequence[Bytes] | None = None) -> list[PartStatistics]:
+def measure_alike(dtype: str, parts: Parts, before: Parts | None = None) -> Table:
     """`measure` of parts of equal length, several at once where they are short. What is found of one does not depend on the
     others.
     """
     if dtype in _NO_NUMBERS:
-        return [PartStatistics(change=None)] * len(parts)
+        return tabulate([PartStatistics(change=None)] * len(parts))
     step = BLOCK * dtypes.bits(dtype) // 8
     size = parts[0].nbytes
-    found: list[PartStatistics] = []
+    found: list[Table] = []
     # Non-finite values make differences that are none: they are counted, and left out.
     with np.errstate(all="ignore"):
         if size > step or not size:
@@ -67,29 +68,32 @@ def measure_alike(dtype: str, parts: Sequence[Bytes], before: Sequence[Bytes] | 
                 cuts = [slice(at, at + step) for at in range(0, size, step)]
                 old = None if before is None else before[number]
                 blocks = [_measure_rows(dtype, [part[cut]], None if old is None else [old[cut]]) for cut in cuts]
-                found.append(merge([one for (one,) in blocks]))
-            return found
+                found.append(tabulate([merge(listed(np.concatenate(blocks)))] if blocks else [merge([])]))
+            return np.concatenate(found)
         at_once = step // size
         for at in range(0, len(parts), at_once):
             old_rows = None if before is None else before[at : at + at_once]
-            found += _measure_rows(dtype, parts[at : at + at_once], old_rows)
-    return found
+            found.append(_measure_rows(dtype, parts[at : at + at_once], old_rows))
+    return np.concatenate(found)
 
 
-def _measure_rows(dtype: str, rows: Sequence[Bytes], before: Sequence[Bytes] | None) -> list[PartStatistics]:
+def _measure_rows(dtype: str, rows: Parts, before: Parts | None) -> Table:
     """Of rows of equal length, which are no more than a block together."""
     numbers = _table(dtype, rows, 0)
     size = numbers.shape[1]
     low, high = (np.asarray(of.reduce(numbers, axis=1), np.float64) for of in (np.minimum, np.maximum))
     zeros = _zeros(numbers, low, high)
-    changes = [None] * len(rows) if before is None else _distances(numbers, _table(dtype, before, 1))
+    changes = np.full(len(rows), np.nan) if before is None else _distances(numbers, _table(dtype, before, 1))
     wide = numbers if numbers.dtype == np.float32 else numbers.astype(np.float64, copy=False)
     plain = _are_safe(np.maximum(-low, high), wide.itemsize)
-    columns = (zeros, *(of.tolist() for of in (low, high, _sums(wide) / size, np.sqrt(_squares(wide)))), changes)
-    parts = [PartStatistics(size, 0, 0, *of) for of in zip(*columns, strict=True)]
+    found: Table = np.zeros((len(rows), len(PartStatistics._fields)))
+    found[:, 0] = size
+    for column, of in enumerate((zeros, low, high, _sums(wide) / size, np.sqrt(_squares(wide)), changes), 3):
+        found[:, column] = of
     for row in np.flatnonzero(~plain).tolist():
-        parts[row] = _measure_unusual(numbers[row], zeros[row], changes[row])
-    return parts
+        change = None if before is None else float(changes[row])
+        found[row] = tabulate([_measure_unusual(numbers[row], int(zeros[row]), change)])[0]
+    return found
 
 
 def _measure_unusual(numbers: Numbers, zeros: int, change: float | None) -> PartStatistics:
@@ -106,21 +110,20 @@ def _measure_unusual(numbers: Numbers, zeros: int, change: float | None) -> Part
     return PartStatistics(numbers.size, nan, inf, zeros, low, high, mean, norm, change)
 
 
-def _table(dtype: str, rows: Sequence[Bytes], which: int) -> Numbers:
-    data = rows[0] if len(rows) == 1 else np.concatenate(rows)
+def _table(dtype: str, rows: Parts, which: int) -> Numbers:
+    data = rows.reshape(-1) if isinstance(rows, np.ndarray) else rows[0] if len(rows) == 1 else np.concatenate(rows)
     return _numbers(dtype, data, which).reshape(len(rows), -1)
 
 
-def _zeros(numbers: Numbers, low: Numbers, high: Numbers) -> list[int]:
+def _zeros(numbers: Numbers, low: Numbers, high: Numbers) -> NDArray[np.int64]:
     """The zeros of each row."""
     if not (~(low > 0) & ~(high < 0)).any():  # also where they are NaN
-        return [0] * len(numbers)
+        return np.zeros(len(numbers), np.int64)
     flags = np.equal(numbers, 0, out=_scratch.flags[: numbers.size].reshape(numbers.shape))
-    if len(numbers) == 1 or not (total := int(np.count_nonzero(flags))):
-        return [int(np.count_nonzero(flags))] * len(numbers)
-    if total == numbers.size:
-        return [numbers.shape[1]] * len(numbers)
-    found: list[int] = np.add.reduce(flags.view(np.uint8), axis=1, dtype=np.uint32).tolist()
+    total = int(np.count_nonzero(flags))
+    if len(numbers) == 1 or total in (0, numbers.size):
+        return np.full(len(numbers), total // len(numbers))
+    found: NDArray[np.int64] = np.add.reduce(flags.view(np.uint8), axis=1, dtype=np.int64)
     return found
 
 
@@ -139,7 +142,7 @@ def _scaled(numbers: Numbers, peak: float) -> tuple[Numbers, float]:
     return wide / peak, peak
 
 
-def _distances(now: Numbers, before: Numbers) -> list[float]:
+def _distances(now: Numbers, before: Numbers) -> NDArray[np.float64]:
     """The norm of each row's difference over elements that are finite in both."""
     if now.dtype == np.float32:
         moved = np.subtract(now, before, out=_scratch.moved[: now.size].reshape(now.shape))
@@ -147,7 +150,7 @@ def _distances(now: Numbers, before: Numbers) -> list[float]:
         moved = np.subtract(now, before, dtype=np.float64)
     totals = _squares(moved)
     safe = _SAFE[moved.itemsize]
-    found: list[float] = np.sqrt(totals).tolist()
+    found = np.sqrt(totals)
     for row in np.flatnonzero(~((1 / safe < totals) & (totals < safe))).tolist():
         found[row] = _distance(now[row], before[row])
     return found

@@ -6,7 +6,7 @@ It reads what is stored, not a cache, if the storage tier can distinguish the tw
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -15,10 +15,9 @@ from holdfast_files.opened import open_checkpoint, read_commit
 from holdfast_files.verifying import ReadControl, StoredCheckpoint, VerifiedBatch, read_verified
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.disk.verification import Piece
+from holdfast_formats.disk.verification import Piece, PieceColumns
 from holdfast_formats.errors import CheckpointError, CorruptExtent, CorruptManifest, Damaged, NoSuchResource, NotCommitted
 from holdfast_formats.files import Files
-from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.writing.priority import give_way
 
 WORKERS = 2
@@ -27,9 +26,7 @@ DAMAGES_MAX = 100  # that are named of one checkpoint: from there on it is no ne
 _windows = BufferPool(WORKERS)
 
 Heed = Callable[[int], None]  # called with the number of bytes about to be read; it may wait, and raise to stop
-Passed = Callable[
-    [Manifest, Sequence[Piece], Sequence[Bytes]], None
-]  # is lent what was proven of a file, by several threads
+Passed = Callable[[Manifest, VerifiedBatch], None]  # is lent what was proven of a file, by several threads
 
 
 class VerificationResult(NamedTuple):
@@ -76,7 +73,7 @@ def examine(
 
 def prove(
     source: StoredCheckpoint,
-    pieces: Mapping[str, Sequence[Piece]],
+    pieces: Mapping[str, PieceColumns],
     heed: Heed | None = None,
     passed: Passed | None = None,
     sized: bool = False,
@@ -88,12 +85,12 @@ def prove(
     tier, directory, manifest = source
     assert manifest is not None
     damages: list[Damaged] = []
-    whole: list[Piece] = []
+    whole: list[PieceColumns] = []
     for name, listed in pieces.items():
         try:
             if not sized:
                 verification.check_size(manifest, name, tier.size(f"{directory}/{name}"))
-            whole += listed
+            whole.append(listed)
         except Damaged as error:
             damages.append(error)
 
@@ -104,7 +101,7 @@ def prove(
 
     def lend(batch: VerifiedBatch) -> None:
         if passed is not None:
-            passed(manifest, batch.pieces, [batch.of(piece) for piece in batch.pieces])
+            passed(manifest, batch)
 
     control = ReadControl(WORKERS, windows=_windows, alignment=ALIGNMENT_MAX, begin=give_way)
     with suppress(_Enough):

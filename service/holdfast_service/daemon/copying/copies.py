@@ -95,7 +95,7 @@ def only(manifest: Manifest, names: Collection[str]) -> Manifest:
 def read_back(files: Files, directory: str, manifest: Manifest, going: CopyControl) -> None:
     """Verify every byte of a checkpoint's stored files; raises like `carry`."""
     _check_sizes(files, directory, manifest)
-    listed = (piece for pieces in verification.pieces(manifest).values() for piece in pieces)
+    listed = verification.pieces(manifest).values()
     read_verified(StoredCheckpoint(files, directory, manifest), listed, control=going.control)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from holdfast_files.buffers import BufferPool
 from holdfast_files.verifying import StoredCheckpoint, read_verified
 from holdfast_formats.digest import digest
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.packing import extent_bytes
 from holdfast_formats.disk.verification import Piece
@@ -132,7 +133,7 @@ def prove(target: Files, directory: str, files: Sequence[FinishedFile], going: C
             length=piece.length,
         )
 
-    pieces = (piece for file in files for piece in _pieces(file))
+    pieces = verification.grouped(piece for file in files for piece in _pieces(file))
     read_verified(StoredCheckpoint(target, directory, None), pieces, on_damage=refuse, control=going.control)
 
 

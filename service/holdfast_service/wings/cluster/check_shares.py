@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.disk.verification import Piece
+from holdfast_formats.disk.verification import PieceColumns
 from holdfast_formats.staging.shared_check import PortionPlan, Span
 from holdfast_service.daemon.checking.node_checks import WrittenSpan
 
@@ -40,19 +40,16 @@ def divide(manifest: Manifest, readers: Sequence[str], written: Sequence[Written
     return [PortionPlan(_joined(portion), reader) for portion, reader in zip(portions, order, strict=True)]
 
 
-def within(manifest: Manifest, spans: Sequence[Span]) -> dict[str, list[Piece]]:
+def within(manifest: Manifest, spans: Sequence[Span]) -> dict[str, PieceColumns]:
     """The pieces that begin in these spans, by file; in file order. Files without such pieces are left out."""
     begins = dict(zip((file.name for file in manifest.files), _starts(manifest), strict=True))
-    listed = [(begins[file] + piece.start, piece) for file, some in verification.pieces(manifest).items() for piece in some]
-    places = np.array([place for place, _ in listed], np.int64)
     begin, end = np.array(sorted(spans), np.int64).reshape(-1, 2).T
-    nearest = np.searchsorted(begin, places, "right") - 1
-    taken = (nearest >= 0) & (places < np.append(end, 0)[nearest])
-    by_file: dict[str, list[Piece]] = {}
-    for index in np.flatnonzero(taken).tolist():
-        piece = listed[index][1]
-        by_file.setdefault(piece.file, []).append(piece)
-    return by_file
+    by_file = {}
+    for file, some in verification.pieces(manifest).items():
+        places = begins[file] + some.rows["start"]
+        nearest = np.searchsorted(begin, places, "right") - 1
+        by_file[file] = some.where((nearest >= 0) & (places < np.append(end, 0)[nearest]))
+    return {file: some for file, some in by_file.items() if len(some)}
 
 
 def _starts(manifest: Manifest) -> list[int]:

@@ -196,8 +196,7 @@ class DistributedChecks:
             source = StoredCheckpoint(self._tier, naming.checkpoint_path(of.run, of.step), manifest)
             damages = prove(source, wanted, self._checker.counting(heed), examined.passed if examined else None)
             repaired = self._mended(portion, damages) if damages else []
-            pieces = [piece for some in wanted.values() for piece in some]
-            statistics = examined.portion(manifest, pieces) if examined is not None else b""
+            statistics = examined.portion(manifest, wanted.values()) if examined is not None else b""
         self._patiently(lambda: self._shared.deliver(portion, statistics, repaired))
 
     def _end(self, ending: CheckEnding) -> None:
