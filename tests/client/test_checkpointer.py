@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +51,24 @@ def training_state(seed: int) -> dict:
     optim.step()
     scheduler = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)
     return {"model": model, "optim": optim, "scheduler": scheduler, "tensor": torch.randn(3), "epoch": seed}
+
+
+START = """
+import gc, sys, torch
+from holdfast import Checkpointer
+assert gc.isenabled()
+checkpointer = Checkpointer("small", {"model": {"weight": torch.zeros(4)}}, at=sys.argv[1])
+assert checkpointer.restore() == 0
+print(sorted({"holdfast.rest.api", "httpx", "torch._dynamo"} & sys.modules.keys()))
+"""
+
+
+def test_a_trainer_starts_without_what_it_does_not_use(tmp_path: Path) -> None:
+    """On a directory it needs no client of the REST API, and without an optimizer nothing of torch.compile: both cost a
+    restart a second.
+    """
+    command = [sys.executable, "-c", START, str(tmp_path)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_five_lines_in_a_loop(daemon: RunningDaemon, run: str) -> None:

@@ -225,7 +225,7 @@ def test_another_thread_is_told_to_use_the_main_one(daemon: RunningDaemon) -> No
 
 def test_one_rank_over_http_needs_nobody_to_agree_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If its last save does not come through in time, it is told so: what is not uploaded ends with the process."""
-    monkeypatch.setattr("holdfast.link.connect.socket_of", lambda api: None)
+    monkeypatch.setattr("holdfast.link.own_daemon.socket_of", lambda api: None)
     with running(tmp_path / "root", listen="127.0.0.1:0") as daemon:
         with Checkpointer("alone", {"model": nn.Linear(4, 4)}, at=daemon.url) as made:
             made.on_preemption(grace_s=GRACE_S)

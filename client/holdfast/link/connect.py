@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.config import default_socket
 from holdfast.link import embedded, roots
 from holdfast.link.address import DaemonAddress
-from holdfast.link.own_daemon import socket_of
 from holdfast.link.unix_socket import SocketLink
-from holdfast.remote.http_link import RemoteLink
-from holdfast.rest.api import Api
 from holdfast.transport import Transport
 from holdfast_formats.errors import CheckpointError, DaemonGone, WrongRoot
-from holdfast_formats.rest.access import Whoami
 from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging.wire import Outcome, Welcome
 
@@ -55,13 +52,7 @@ def connect(
     if where.socket is not None:
         return _greeted(link(where.socket), greet, None)
     if where.url is not None:
-        with Api(where.url) as api:
-            near = socket_of(api) if api.get("/v1/whoami", Whoami).may_save(run) else None
-        try:
-            connected = link(near) if near is not None else RemoteLink(where.url, *link_events, on_stop)
-        except DaemonGone:  # the socket is there, but not for us
-            connected = RemoteLink(where.url, *link_events, on_stop)
-        return _greeted(connected, greet, None)
+        return _greeted(_at_url(where.url, run, link, link_events, on_stop), greet, None)
     directory = where.directory
     notes: list[str] = []
     wrong: list[Path] = []
@@ -89,6 +80,26 @@ def connect(
         raise closed or error from error.__cause__
     connected = link(served)
     return _greeted(connected, greet, roots.mark(directory))._replace(notes=tuple(notes))
+
+
+def _at_url(
+    url: str,
+    run: str,
+    link: Callable[[Path], SocketLink],
+    link_events: LinkEvents,
+    on_stop: Callable[[], object],
+) -> Transport:
+    from holdfast.link.own_daemon import socket_of  # a trainer of this machine starts without httpx
+    from holdfast.remote.http_link import RemoteLink
+    from holdfast.rest.api import Api
+    from holdfast_formats.rest.access import Whoami
+
+    with Api(url) as api:
+        near = socket_of(api) if api.get("/v1/whoami", Whoami).may_save(run) else None
+    if near is not None:
+        with suppress(DaemonGone):  # the socket is there, but not for us
+            return link(near)
+    return RemoteLink(url, *link_events, on_stop)
 
 
 def _greeted(link: Transport, greet: Greet, meant: RootMark | None) -> DaemonConnection:

@@ -16,7 +16,6 @@ from holdfast.link.session import Choice, RestoreVerdictReply, Session
 from holdfast.memory import gc_pause
 from holdfast.read.overwrite_guard import OVERWRITTEN
 from holdfast.read.reader import REPLACED_MAX, CheckpointReader
-from holdfast.rest.api import Api
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart, load
 from holdfast.state.train_state import MASTER
 from holdfast.tensors.leaves import is_ignored
@@ -58,6 +57,8 @@ def _offers(run: str, step: int, choice: Choice) -> Iterator[tuple[int, Collecti
     """Steps and their groups; from the root the closest first."""
     if choice.root is None:
         if choice.url is not None:
+            from holdfast.rest.api import Api  # a trainer starts without httpx
+
             with Api(choice.url) as api:
                 yield from (
                     (checkpoint.step, checkpoint.groups) for checkpoint in api.checkpoints(run) if checkpoint.damage is None

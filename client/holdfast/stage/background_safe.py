@@ -82,8 +82,7 @@ class StepHooks:
         self, state: Mapping[str, Any], before_step: Callable[..., None], after_step: Callable[..., None] = lambda *_: None
     ) -> None:
         self._state = state
-        # else torch.compile of a step would trace into the hooks
-        self._before_step, self._after_step = map(torch.compiler.disable, (before_step, after_step))
+        self._before_step, self._after_step = before_step, after_step
         self.optimizers: list[torch.optim.Optimizer] = []
         self._handles: list[RemovableHandle] = []
 
@@ -91,11 +90,11 @@ class StepHooks:
         """Hook new optimizers of the state. Raises `InvalidRequest` for one whose step has no hooks."""
         for optimizer in innermost(self._state):
             if not any(optimizer is known for known in self.optimizers):
+                # Else torch.compile of a step would trace into the hooks. Not before there is an optimizer, which loads that
+                # part of torch too: it takes a second.
+                before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
                 try:
-                    handles = (
-                        optimizer.register_step_pre_hook(self._before_step),
-                        optimizer.register_step_post_hook(self._after_step),
-                    )
+                    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
                 except AttributeError:
                     raise InvalidRequest(
                         f"{type(optimizer).__name__}.step() has no hooks, so its updates cannot wait for the "

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
-from holdfast.link import busy_runs, connect
+from holdfast.link import busy_runs, own_daemon
 from holdfast_formats.errors import RunBusy
 from holdfast_formats.rest.bodies import RankHello
 from holdfast_formats.staging.wire import PROTOCOL
@@ -29,7 +29,7 @@ def test_who_follows_a_killed_distant_job_waits_for_its_silence(
 ) -> None:
     """Also at the socket: a rank that spoke over HTTP a moment ago may be dead."""
     monkeypatch.setattr(busy_runs, "PAUSE_MAX_S", 0.2)
-    monkeypatch.setattr(connect, "socket_of", lambda api: None)
+    monkeypatch.setattr(own_daemon, "socket_of", lambda api: None)
     run = f"killed-{transport}"
     hello = RankHello(protocol=PROTOCOL, run=run, rank=0, world=1, launch="one", process="dead")
     httpx.put(f"{daemon.url}/v1/ranks/{len(run):032x}", json=hello.model_dump(), trust_env=False).raise_for_status()

@@ -113,7 +113,7 @@ def test_what_the_daemon_can_mend_is_restored(daemon: RunningDaemon) -> None:
 
 def test_over_http(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that shares nothing with the daemon is told the same."""
-    monkeypatch.setattr("holdfast.link.connect.socket_of", lambda api: None)
+    monkeypatch.setattr("holdfast.link.own_daemon.socket_of", lambda api: None)
     damage(daemon.root, 300)
     trainer = Trainer(at=daemon.url)
     assert trainer.restored() == 200 and len(trainer.said()) == 1
