@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,24 +31,32 @@ READERS = 8
 STAGED_OF_COPY = 1 / 1.03
 DURABLE_OF_WRITE = 0.92
 RESTORE_OF_READ = 0.75
+# Ends with its parent, also one that is killed.
+_BURN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10**5): pass"
 
 
 class Limits(NamedTuple):
-    """Bytes per second; `direct` says whether the file system supports O_DIRECT writes."""
+    """Bytes per second; `direct` says whether the file system supports O_DIRECT writes. `busy`: digested and written while
+    one process for each core computes without a pause.
+    """
 
     copy: float
     digest: float
     write: float
+    busy: float
     read: float
     direct: bool
 
 
 class Expectation(NamedTuple):
-    """Seconds that a save and a restore of `bytes` on this node should take."""
+    """Seconds that a save and a restore of `bytes` on this node should take; `busy_s`: until it is durable, if all cores
+    compute.
+    """
 
     bytes: int
     staged_s: float
     durable_s: float
+    busy_s: float
     restore_s: float
 
 
@@ -70,9 +80,12 @@ def measure(directory: Path, size: int, on_step: Callable[[str], None] = lambda 
         on_step("writing to the disk")
         direct = _has_direct(path)
         written = _median(lambda: _write(path, source, direct))
+        on_step("writing while all cores compute")
+        with _all_cores_busy():
+            busy = _median(lambda: _write(path, source, direct, digested=True))
         on_step("reading from the disk")
         read = _median(lambda: _read(path, target, direct))
-    return Limits(size / copied, size / digested, size / written, size / read, direct)
+    return Limits(size / copied, size / digested, size / written, size / busy, size / read, direct)
 
 
 def expect(limits: Limits, size: int) -> Expectation:
@@ -81,7 +94,22 @@ def expect(limits: Limits, size: int) -> Expectation:
     """
     durable = min(limits.write, limits.digest) * DURABLE_OF_WRITE
     restore = min(limits.read, limits.digest) * RESTORE_OF_READ
-    return Expectation(size, size / (limits.copy * STAGED_OF_COPY), size / durable, size / restore)
+    busy = min(durable, limits.busy * DURABLE_OF_WRITE)
+    return Expectation(size, size / (limits.copy * STAGED_OF_COPY), size / durable, size / busy, size / restore)
+
+
+@contextmanager
+def _all_cores_busy() -> Iterator[None]:
+    """One process for each core that computes at this process's priority, as data loaders do."""
+    computing: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in os.sched_getaffinity(0):
+            computing.append(subprocess.Popen([sys.executable, "-S", "-c", _BURN]))
+        yield
+    finally:
+        for process in computing:
+            process.kill()
+            process.wait()
 
 
 def _touched(size: int) -> mmap.mmap:
@@ -125,14 +153,16 @@ def _has_direct(path: Path) -> bool:
     return True
 
 
-def _write(path: Path, source: mmap.mmap, direct: bool) -> None:
-    """Write as a save does: blocks into a preallocated file, with O_DIRECT if possible, two at a time, then fdatasync."""
+def _write(path: Path, source: mmap.mmap, direct: bool, digested: bool = False) -> None:
+    """Write as a save does: blocks into a preallocated file, with O_DIRECT if possible, two at a time, then fdatasync.
+    `digested`: each after its digest.
+    """
     view = memoryview(source)
     descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | (os.O_DIRECT if direct else 0))
     try:
         os.posix_fallocate(descriptor, 0, len(view))
         with ThreadPoolExecutor(WRITERS) as pool:
-            for job in [pool.submit(_put, descriptor, view, at) for at in range(0, len(view), BLOCK_BYTES)]:
+            for job in [pool.submit(_put, descriptor, view, at, digested) for at in range(0, len(view), BLOCK_BYTES)]:
                 job.result()
         os.fdatasync(descriptor)
     finally:
@@ -140,8 +170,11 @@ def _write(path: Path, source: mmap.mmap, direct: bool) -> None:
         view.release()
 
 
-def _put(descriptor: int, view: memoryview, at: int) -> None:
+def _put(descriptor: int, view: memoryview, at: int, digested: bool) -> None:
     stop = at + BLOCK_BYTES
+    if digested:
+        for extent in range(at, stop, EXTENT_BYTES):
+            digest(view[extent : extent + EXTENT_BYTES])
     while at < stop:
         at += os.pwrite(descriptor, view[at:stop], at)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,8 +22,8 @@ def test_everything_is_measured_and_nothing_stays(tmp_path: Path) -> None:
     """Every limit is a rate, every step is told, and the directory is as it was."""
     told: list[str] = []
     found = machine_limits.measure(tmp_path, BLOCK_BYTES + 5, told.append)
-    assert min(found[:4]) > 0
-    assert len(told) == 5
+    assert min(found[:5]) > 0
+    assert len(told) == 6
     assert list(tmp_path.iterdir()) == []
 
 
@@ -34,10 +36,36 @@ def test_without_o_direct_it_goes_through_the_cache(tmp_path: Path, monkeypatch:
 
 def test_expectations_follow_from_the_slower_limit() -> None:
     """A slow digest holds up a fast disk, and the other way round."""
-    fast_disk = machine_limits.expect(Limits(10e9, 1e9, 50e9, 50e9, True), 10**9)
-    slow_disk = machine_limits.expect(Limits(10e9, 50e9, 1e9, 1e9, True), 10**9)
+    fast_disk = machine_limits.expect(Limits(10e9, 1e9, 50e9, 50e9, 50e9, True), 10**9)
+    slow_disk = machine_limits.expect(Limits(10e9, 50e9, 1e9, 1e9, 1e9, True), 10**9)
     assert fast_disk == slow_disk
     assert fast_disk.staged_s < fast_disk.durable_s
+    busy = machine_limits.expect(Limits(10e9, 50e9, 1e9, 0.5e9, 1e9, True), 10**9)
+    assert busy.busy_s == 2 * busy.durable_s == 2 * slow_disk.durable_s == 2 * slow_disk.busy_s
+
+
+def test_the_processes_that_keep_the_cores_busy_end_with_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the disk fails meanwhile."""
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def noted(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(real(*args, **options))
+        return started[-1]
+
+    def fails(_: int) -> None:
+        if started:
+            assert all(process.poll() is None for process in started)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    monkeypatch.setattr(os, "fdatasync", fails)
+    with pytest.raises(StorageFailed):
+        machine_limits.measure(tmp_path, BLOCK_BYTES)
+    assert len(started) == len(os.sched_getaffinity(0))
+    assert all(process.poll() is not None for process in started)
 
 
 def test_what_cannot_be_measured_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
