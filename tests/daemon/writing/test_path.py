@@ -180,6 +180,7 @@ def test_weights_are_their_masters_rounded(
     """Whatever ranks hold of masters, whatever a window takes: the files of weights that were copied themselves."""
     if window:
         monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", window)
+        monkeypatch.setattr(gathering, "WRITE_BYTES", window)
         monkeypatch.setattr(gathering, "CACHED_BYTES", window // 2)
         monkeypatch.setattr(packing, "EXTENT_BYTES_MIN", window)
     sharded, single = draw_masters(data, world)

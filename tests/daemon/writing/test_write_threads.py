@@ -44,7 +44,7 @@ def at_level(threads: WriteThreads, schedule: Schedule, level: int) -> int:
 
 
 def test_a_save_on_schedule_gives_way(hands: Hands) -> None:
-    """From its first window to its last, as long as it is not later than a tenth of the whole time."""
+    """From its first window to its last, as long as it is not later than `BEHIND`."""
     schedule = Schedule(SIZE, SIZE, hands)
     with WriteThreads(schedule) as threads:
         for part in range(10):
@@ -75,18 +75,18 @@ def test_one_that_is_behind_is_continued_at_a_higher_priority(hands: Hands) -> N
 
 
 def test_when_a_save_rises(hands: Hands) -> None:
-    """Once it is later than a tenth of the whole time, then two tenths; from then on it counts as raised."""
+    """Once it is later than a twentieth of the whole time, then a tenth; from then on it counts as raised."""
     schedule = Schedule(SIZE, SIZE, hands)
     for now, written, level, raised_s in (
-        (0.09, 0, 0, 0.0),
-        (0.55, 500, 0, 0.0),
-        (0.65, 500, 1, 0.0),
-        (0.69, 500, 1, 0.04),
-        (0.75, 500, 2, 0.1),
-        (1.0, 1000, 2, 0.35),
+        (0.04, 0, 0, 0.0),
+        (0.54, 500, 0, 0.0),
+        (0.58, 500, 1, 0.0),
+        (0.59, 500, 1, 0.01),
+        (0.65, 500, 2, 0.07),
+        (1.0, 1000, 2, 0.42),
     ):
         hands.now = now
-        assert schedule.rises(written) is (level > 0 and raised_s in (0.0, 0.1))
+        assert schedule.rises(written) is (level > 0 and raised_s in (0.0, 0.07))
         assert (schedule.level, round(schedule.raised_s, 6)) == (level, raised_s)
 
 

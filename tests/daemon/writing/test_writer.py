@@ -58,6 +58,7 @@ def test_small_windows_give_the_same_files(
     reference = MemoryTier()
     expected = shards(sizes).save(reference)
     monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 1024)
+    monkeypatch.setattr(gathering, "WRITE_BYTES", 1024)
     monkeypatch.setattr(gathering, "CACHED_BYTES", 512)
     monkeypatch.setattr(packing, "EXTENT_BYTES_MIN", extent_bytes)
     tier = MemoryTier(alignment=alignment)
@@ -73,6 +74,7 @@ def test_small_windows_give_the_same_files(
 def test_wide_elements_across_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that begins inside an element of a strided tensor gets the rest of that element from all its holders."""
     monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 1024)
+    monkeypatch.setattr(gathering, "WRITE_BYTES", 1024)
     monkeypatch.setattr(packing, "EXTENT_BYTES_MIN", 1024)
     content = np.random.default_rng(0).integers(0, 256, 8 * 101 * 7, np.uint8).tobytes()
     made = Shards(2)
@@ -88,6 +90,7 @@ def test_wide_elements_across_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_are_written_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every write begins and ends at a block from memory that is aligned, but for the file's end; none overlaps another."""
     monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 2**13)
+    monkeypatch.setattr(gathering, "WRITE_BYTES", 2**13)
     monkeypatch.setattr(packing, "EXTENT_BYTES_MIN", 2**13)
     written: list[tuple[int, int, int]] = []
 
@@ -165,6 +168,7 @@ def short_extents() -> Iterator[pytest.MonkeyPatch]:
     """Extents of a kilobyte and more, every one of which is copied."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathering, "EXTENT_BYTES_MAX", 4096)
+        patch.setattr(gathering, "WRITE_BYTES", 4096)
         patch.setattr(packing, "EXTENT_BYTES_MIN", 1024)
         patch.setattr(gathering, "STRAIGHT_BYTES_MIN", 2**30)
         yield patch

@@ -25,6 +25,7 @@ from holdfast_formats.disk.packing import tensor_extent_bytes
 from holdfast_formats.staging.holdings import Bytes, Holding, gather, hold, hold_all, view
 from holdfast_formats.staging.plan import BoxOrigin, PlannedFile, PlannedTensor
 
+WRITE_BYTES = 8 * 2**20  # of a window; a single cut may be longer. Where all cores are busy, longer ones are slower
 CACHED_BYTES = 2**19  # what a core's own cache holds besides what it comes from
 STRAIGHT_BYTES_MIN = 2**17  # less is sooner copied than written as a buffer of its own
 
@@ -95,12 +96,12 @@ class FileBytes:
                 self.cuts.append(ExtentSlice(tensor.start + offset, end - offset, offset, tensor, held))
 
     def windows(self) -> Iterator[Window]:
-        """The file in order: as many whole cuts a window as fit it."""
-        first, room = 0, EXTENT_BYTES_MAX
+        """The file in order: as many whole cuts a window as fit it, and one at least."""
+        first, room = 0, WRITE_BYTES
         for position, cut in enumerate(self.cuts):
             if cut.length > room and position > first:
                 yield Window(first, position)
-                first, room = position, EXTENT_BYTES_MAX
+                first, room = position, WRITE_BYTES
             room -= cut.length
         yield Window(first, len(self.cuts))
 

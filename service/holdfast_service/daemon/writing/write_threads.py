@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from holdfast_service.daemon.writing.priority import NICE, give_way, lower
 
-WORKERS = 3  # two windows at the device and one being digested: more gains nothing
+WORKERS = 6  # on busy cores each waits for its turn after every window: three leave the device without work meanwhile
 NICES = (NICE, 4, 0)
-BEHIND = 0.1  # of the whole time: a save that is behind by more goes on at the second level, by twice as much at the third
+BEHIND = 0.05  # of the whole time: a save that is behind by more goes on at the second level, by twice as much at the third
 WHOLE_MIN_S = 0.1  # what is shorter is soon over
 ASSUMED_BYTES_PER_SECOND = 10**9  # of a disk that has not been measured
 

@@ -101,6 +101,7 @@ def columns(sizes: Sequence[int], world: int) -> Shards:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows and extents far smaller than files."""
     monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 1024)
+    monkeypatch.setattr(gathering, "WRITE_BYTES", 1024)
     monkeypatch.setattr(gathering, "CACHED_BYTES", 512)
     monkeypatch.setattr(packing, "EXTENT_BYTES_MIN", 64)
 
