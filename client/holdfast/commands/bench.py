@@ -168,8 +168,8 @@ def _print(directory: Path, limits: Limits, expected: list[Expectation]) -> None
     out.print(
         Text(
             "save() returns at once: the state is staged while the next step computes. Training waits for the "
-            "disk only if saves come faster than they become durable. CORES BUSY: until a save is durable while data loaders "
-            "or other programs compute on every core.",
+            "disk only if saves come faster than they become durable. CORES BUSY: until a save is durable while data "
+            "loaders or other programs compute on every core.",
             "dim",
         )
     )
