@@ -119,7 +119,9 @@ def test_a_daemon_that_stood_still_removes_nothing_of_the_next_one(
     ahead_s[0] = 10_000
     before = owner(bucket)
     held.confirm()
-    assert before is not None and owner(bucket) == before.model_copy(update={"count": before.count + 1})
+    renewed = owner(bucket)
+    assert before is not None and renewed is not None and renewed.word != before.word
+    assert renewed == before.model_copy(update={"count": before.count + 1, "word": renewed.word})
     ahead_s[0] = 20_000
     elsewhere(bucket)
     names = bucket.names()
@@ -218,4 +220,24 @@ def test_a_lost_renewal_is_given_back(bucket: Bucket, tmp_path: Path, monkeypatc
     assert own is not None
     bucket.put(naming.OWNER, encode(own.model_copy(update={"renews_s": lease.IDLE_S, "count": own.count + 1})))
     held.close()
+    assert bucket.head(naming.OWNER) is None
+
+
+def test_of_two_copies_of_a_running_machine_one_loses_it(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the same process, directory, count and tag of the object: a machine that was cloned while it ran."""
+    monkeypatch.setattr(lease, "BUSY_S", 3600.0)  # no renewal but these
+    first = take(bucket, tmp_path)
+    clone = BucketLease(bucket, first._own, first._etag)
+    first._renew_now()
+    clone._renew_now()
+    first._renew_now()
+    assert first.lost(busy=True) == ""
+    assert "serves" in clone.lost(busy=True)
+    with pytest.raises(RootBusy):
+        clone.confirm()
+    clone.close()
+    assert bucket.head(naming.OWNER) is not None
+    first.close()
     assert bucket.head(naming.OWNER) is None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -41,7 +42,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class OwnerFile(Body):
     """Contents of `.holdfast.owner`. `state` is the daemon's directory for what it keeps, on its machine since it booted:
     only one process at a time can have that locked. `process` is its process there. `catalog` is the address of the catalog
-    that it is about to share the root with: then the lease ends when the root says so.
+    that it is about to share the root with: then the lease ends when the root says so. `word` is another one in every
+    renewal: two copies of one running machine have all else in common.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -52,6 +54,7 @@ class OwnerFile(Body):
     renews_s: Annotated[float, Field(gt=0, le=3600)]
     count: Annotated[int, Field(ge=0)]
     catalog: str = Field("", max_length=500)
+    word: str = Field("", max_length=32)
 
 
 class BucketLease:
@@ -59,6 +62,7 @@ class BucketLease:
 
     def __init__(self, bucket: Bucket, own: OwnerFile, etag: str) -> None:
         self._bucket, self._own, self._etag = bucket, own, etag
+        self._tried: set[str] = set()  # words of renewals since then whose answers were lost
         self._busy, self._lost, self._held_at = True, "", _now_s()
         self.vanished = False  # lost, since something removed its object: nothing else is known to serve the bucket
         self._lock = threading.Lock()
@@ -159,32 +163,39 @@ class BucketLease:
     def _renew_now(self) -> None:
         with self._lock:
             begun, renews_s = _now_s(), BUSY_S if self._busy else IDLE_S
-            self._lost = self._renewed(self._own.model_copy(update={"renews_s": renews_s, "count": self._own.count + 1}))
+            changed = {"renews_s": renews_s, "count": self._own.count + 1, "word": _word()}
+            self._lost = self._renewed(self._own.model_copy(update=changed))
             self._held_at = begun
 
     def _renewed(self, own: OwnerFile) -> str:
         """Why the lease is lost; empty if it is held."""
+        self._tried.add(own.word)
         written = self._bucket.put(naming.OWNER, encode(own), if_match=self._etag)
         if written.outcome == "done":
-            self._own, self._etag = own, written.etag
+            self._hold(own, written.etag)
             return ""
         found = _read(self._bucket)
         self.vanished = found is None
         mine = None if found is None else self._written(found[0])
         if found is not None and mine is not None:
-            self._own, self._etag = mine, found[1]
+            self._hold(mine, found[1])
             return ""
         other = None if found is None else decode(OwnerFile, found[0])
         return f"{other.node} serves {self._bucket.label} now" if other else f"the lease on {self._bucket.label} is gone"
+
+    def _hold(self, own: OwnerFile, etag: str) -> None:
+        self._own, self._etag = own, etag
+        self._tried.clear()
 
     def _written(self, data: bytes) -> OwnerFile | None:
         """What this lease has written, if that is what stands: as it was last known, or by a renewal whose answer was lost,
         which may have stated another interval than the next one.
         """
         found, own = decode(OwnerFile, data), self._own
-        if found is None or found.count - own.count not in (0, 1):
+        if found is None or found.word not in {own.word, *self._tried}:
             return None
-        return found if found == own.model_copy(update={"renews_s": found.renews_s, "count": found.count}) else None
+        changed = {"renews_s": found.renews_s, "count": found.count, "word": found.word}
+        return found if found == own.model_copy(update=changed) else None
 
 
 def _now_s() -> float:
@@ -207,7 +218,11 @@ def _is_gone(other: OwnerFile, own: OwnerFile) -> bool:
 
 def _own(node: str, directory: Path, catalog: str = "") -> OwnerFile:
     state, process = _state(directory), _process(os.getpid())
-    return OwnerFile(node=node, state=state, process=process, renews_s=BUSY_S, count=0, catalog=catalog)
+    return OwnerFile(node=node, state=state, process=process, renews_s=BUSY_S, count=0, catalog=catalog, word=_word())
+
+
+def _word() -> str:
+    return secrets.token_hex(16)
 
 
 def _state(directory: Path) -> str:
