@@ -132,7 +132,7 @@ class _Reading:
         for at in self._doubtful(batch, data):
             piece = batch[at]
             try:
-                self._check(piece, data[piece.start - batch.start : piece.stop - batch.start])
+                self._check(batch, piece, data[piece.start - batch.start : piece.stop - batch.start])
                 continue
             except Damaged as error:
                 if not self._collect:
@@ -150,13 +150,14 @@ class _Reading:
         found: list[int] = np.flatnonzero(wrong).tolist()
         return found
 
-    def _check(self, piece: Piece, data: Bytes) -> None:
+    def _check(self, batch: PieceColumns, piece: Piece, data: Bytes) -> None:
         verification.check(piece, data)
         manifest = self._stored.manifest
-        if piece.start == 0 and manifest is not None:
-            file = manifest.file(piece.file)
-            if file is not None and file.header_bytes:
-                verification.check_header(file, self._headers[piece.file], data.tobytes())
+        for number, file in enumerate(manifest.files if piece.start == 0 and manifest is not None else ()):
+            if file.name == piece.file and file.header_bytes:
+                head, columns = data.tobytes(), batch.columns
+                if columns is None or not verification.is_as_written(columns, number, file, head):
+                    verification.check_header(file, self._headers[piece.file], head)
 
     @cached_property
     def _headers(self) -> Mapping[str, Mapping[str, TensorEntry]]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from math import isfinite, prod
+from operator import attrgetter
 from pathlib import PurePath
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -68,7 +72,7 @@ class Thinned(msgspec.Struct, frozen=True):
     manifest_sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
     """Everything needed to verify a checkpoint and to slice it. `tensors` and `aliases` are keyed by group, then by
     name.
 
@@ -152,6 +156,14 @@ _decode_named = decoding.decoder(_Named)
 _decode_files, _decode_place = decoding.decoder(_Listed), decoding.decoder(Placement)
 
 
+_lent: WeakValueDictionary[str, Manifest] = WeakValueDictionary()  # valid ones, by the SHA-256 of their bytes
+
+
+def lend(manifest: Manifest, commit_bytes: bytes) -> None:
+    """Have `decode` return this manifest, which `encode` has made the bytes of, while it is kept anywhere."""
+    _lent[stated_sha256(commit_bytes)] = manifest
+
+
 def encode(manifest: Manifest) -> bytes:
     """The manifest's bytes. Validates first, so it never writes a manifest that `decode` or a reader's limit refuses."""
     validate(manifest)
@@ -177,28 +189,30 @@ def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
     """Decode the manifest, after checking its bytes against COMMIT and its parts against each other (I5).
 
     Raises `NotCommitted` if COMMIT is empty or unreadable, `CorruptManifest` if the two disagree or the manifest does not
-    tile its files.
+    tile its files. Bytes whose manifest is kept by any part of this process are decoded once.
     """
     commit = _check_digest(manifest_bytes, commit_bytes)
-    try:
-        manifest = _decode(manifest_bytes)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptManifest(f"cannot read {naming.MANIFEST}: {error}", hint=REPAIR) from error
-    validate(manifest)
+    manifest = _lent.get(commit.manifest_sha256)
+    if manifest is None:
+        try:
+            manifest = _decode(manifest_bytes)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise CorruptManifest(f"cannot read {naming.MANIFEST}: {error}", hint=REPAIR) from error
+        validate(manifest)
+        _share(manifest)
+        _lent[commit.manifest_sha256] = manifest
     _check_counts(commit, commit_bytes, manifest.files)
-    _share(manifest)
     return manifest
 
 
 def _share(manifest: Manifest) -> None:
     """Keep equal words and shapes once: a decoder makes them for each tensor, and they are most of what it makes."""
     known: dict[object, object] = {}
-    share, replace = known.setdefault, msgspec.structs.force_setattr
-    for tensors in manifest.tensors.values():
-        for entry in tensors.values():
-            for field in ("dtype", "shape", "file", "placement"):
-                value = getattr(entry, field)
-                replace(entry, field, share(value, value))
+    entries = [entry for tensors in manifest.tensors.values() for entry in tensors.values()]
+    for field in ("dtype", "shape", "file", "placement"):
+        values = list(map(attrgetter(field), entries))
+        shared = map(known.setdefault, values, values)
+        deque(map(msgspec.structs.force_setattr, entries, repeat(field), shared), 0)
 
 
 def placement(manifest_bytes: bytes, commit_bytes: bytes) -> Placement:

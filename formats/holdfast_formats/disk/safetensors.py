@@ -7,7 +7,6 @@ header as JSON, the tensors' bytes without gap or overlap. On the library's own 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ HEADER_BYTES_MAX = 100_000_000  # the library's own limit
 DATA_ALIGNMENT_BYTES = 4096  # ours: O_DIRECT and mmap stay aligned; allowed, since the padding is spaces in the header
 _SIZE_MAX = 2**63 - 1
 _METADATA = "__metadata__"
-_PLAIN = re.compile(r"[\w./-]*", re.ASCII)  # a name that JSON spells as it is
 _REPAIR = "restore another step; this file is damaged"
 
 
@@ -34,6 +32,16 @@ class FileTensor(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
+
+
+class TensorColumns(NamedTuple):
+    """The same of many tensors."""
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    starts: Sequence[int]
+    stops: Sequence[int]
 
 
 class Header(NamedTuple):
@@ -55,7 +63,8 @@ def encode(
 ) -> bytes:
     """The length field and the header, padded with spaces so that the data begins at a multiple of `alignment_bytes`."""
     validate(tensors)
-    body = body_of(tensors, metadata)
+    columns = zip(*tensors, strict=True) if tensors else ((),) * len(FileTensor._fields)
+    body = body_of(TensorColumns(*columns), metadata)
     body += b" " * (-(LENGTH_BYTES + len(body)) % alignment_bytes)
     if len(body) > HEADER_BYTES_MAX:
         raise LimitExceeded(
@@ -65,19 +74,21 @@ def encode(
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
-def body_of(
-    tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]], metadata: Mapping[str, str] | None = None
-) -> bytes:
+def body_of(tensors: TensorColumns, metadata: Mapping[str, str] | None = None) -> bytes:
     """The header's JSON without padding. There are few dtypes and shapes, each of which is spelled once."""
-    parts = [] if metadata is None else [f'"{_METADATA}":{_json(dict(metadata))}']
-    spelled: dict[tuple[str, tuple[int, ...]], str] = {}
-    for name, dtype, shape, start, stop in tensors:
-        form = spelled.get((dtype, shape))
-        if form is None:
-            form = spelled[dtype, shape] = f'{{"dtype":{_json(dtype)},"shape":{_json(shape)},"data_offsets":['
-        text = f'"{name}"' if _PLAIN.fullmatch(name) else _json(name)
-        parts.append(f"{text}:{form}{start},{stop}]}}")
-    return f"{{{','.join(parts)}}}".encode()
+    names, kinds, shapes, starts, stops = tensors
+    forms = list(zip(kinds, shapes, strict=True))
+    spelled = {of: f'"dtype":{_json(of[0])},"shape":{_json(of[1])},"data_offsets"' for of in set(forms)}
+    joined = "".join(names)
+    is_plain = joined.isascii() and joined.isprintable() and '"' not in joined and "\\" not in joined
+    texts = [f'"{name}"' for name in names] if is_plain else list(map(_json, names))
+    rows = zip(texts, map(spelled.__getitem__, forms), starts, stops, strict=True)
+    parts = [f"{name}:{{{form}:[{start},{stop}]}}" for name, form, start, stop in rows]
+    return f"{{{','.join(([] if metadata is None else [_about(metadata)]) + parts)}}}".encode()
+
+
+def _about(metadata: Mapping[str, str]) -> str:
+    return f'"{_METADATA}":{_json(dict(metadata))}'
 
 
 def _json(value: Any) -> str:

@@ -21,6 +21,7 @@ from holdfast_formats.digest import DIGITS, digest, number
 from holdfast_formats.disk import safetensors
 from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.disk.packing import FORMAT_METADATA
+from holdfast_formats.disk.safetensors import TensorColumns
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
 
 _HINT = "restore another step; `holdfast verify` lists every damaged range"
@@ -77,10 +78,17 @@ class TensorNames:
 class PieceColumns(Sequence[Piece]):
     """Pieces of one file in its order, as columns of numbers. A `Piece` is made where one is asked for."""
 
-    __slots__ = ("_names", "file", "rows")
+    __slots__ = ("_names", "columns", "file", "rows")
 
-    def __init__(self, file: str, names: TensorNames | Sequence[tuple[str, str]], rows: NDArray[np.void]) -> None:
-        self.file, self._names, self.rows = file, names, rows
+    def __init__(
+        self,
+        file: str,
+        names: TensorNames | Sequence[tuple[str, str]],
+        rows: NDArray[np.void],
+        columns: ExtentColumns | None = None,
+    ) -> None:
+        """`columns` are those of the whole manifest, if the pieces are of one."""
+        self.file, self._names, self.rows, self.columns = file, names, rows, columns
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -91,7 +99,7 @@ class PieceColumns(Sequence[Piece]):
     def __getitem__(self, at: slice) -> Self: ...
     def __getitem__(self, at: int | slice) -> Piece | Self:
         if isinstance(at, slice):
-            return type(self)(self.file, self._names, self.rows[at])
+            return type(self)(self.file, self._names, self.rows[at], self.columns)
         return self._piece(self.rows[at].item())
 
     def __iter__(self) -> Iterator[Piece]:
@@ -111,7 +119,7 @@ class PieceColumns(Sequence[Piece]):
         return int(self.rows["start"][-1] + self.rows["length"][-1])
 
     def where(self, mask: NDArray[np.bool_]) -> Self:
-        return type(self)(self.file, self._names, self.rows[mask])
+        return type(self)(self.file, self._names, self.rows[mask], self.columns)
 
     def _piece(self, row: tuple[int, ...]) -> Piece:
         start, length, number, offset, tensor, _ = row
@@ -120,32 +128,35 @@ class PieceColumns(Sequence[Piece]):
 
 
 class ExtentColumns(NamedTuple):
-    """All extents of a manifest in its order: the files' numbers, and a row for each."""
+    """All tensors and extents of a manifest in its order: of each the number of its file in `manifest.files`."""
 
     names: TensorNames
     entries: list[TensorEntry]
     edges: NDArray[np.int64]  # the first extent of each tensor, and the end
+    tensor_files: NDArray[np.int64]
+    starts: NDArray[np.int64]  # the first byte of each tensor in its file
     files: NDArray[np.int64]
     rows: NDArray[np.void]
 
 
 def extents(manifest: Manifest) -> ExtentColumns:
-    """The extents as columns. Files have the numbers of `manifest.files`."""
+    """The tensors and extents as columns."""
     entries = list(chain.from_iterable(named.values() for named in manifest.tensors.values()))
     listed = list(map(attrgetter("extents"), entries))
     counts = np.fromiter(map(len, listed), np.int64, len(listed))
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     every = list(chain.from_iterable(listed))
     at = {file.name: number for number, file in enumerate(manifest.files)}
+    starts = np.fromiter(map(attrgetter("start"), entries), np.int64, len(entries))
+    tensor_files = np.fromiter(map(at.__getitem__, map(attrgetter("file"), entries)), np.int64, len(entries))
     rows = np.empty(len(every), _ROW)
     rows["tensor"] = of = np.repeat(np.arange(len(entries)), counts)
     rows["extent"] = np.arange(len(every))
     rows["offset"] = np.fromiter(map(attrgetter("offset"), every), np.int64, len(every))
     rows["length"] = np.fromiter(map(attrgetter("length"), every), np.int64, len(every))
     rows["digest"] = _numbers(map(attrgetter("digest"), every))
-    rows["start"] = rows["offset"] + np.fromiter(map(attrgetter("start"), entries), np.int64, len(entries))[of]
-    files = np.fromiter(map(at.__getitem__, map(attrgetter("file"), entries)), np.int64, len(entries))[of]
-    return ExtentColumns(TensorNames(manifest.tensors), entries, edges, files, rows)
+    rows["start"] = rows["offset"] + starts[of]
+    return ExtentColumns(TensorNames(manifest.tensors), entries, edges, tensor_files, starts, tensor_files[of], rows)
 
 
 def pieces(manifest: Manifest) -> dict[str, PieceColumns]:
@@ -154,21 +165,21 @@ def pieces(manifest: Manifest) -> dict[str, PieceColumns]:
     firsts = [(0, file.header_bytes or file.bytes, int(file.digest, 16), 0, _NONE, _NONE) for file in manifest.files]
     rows = np.concatenate([np.array(firsts, _ROW), found.rows])
     files = np.concatenate([np.arange(len(firsts)), found.files])
-    return dict(zip((file.name for file in manifest.files), _by_file(manifest, found.names, files, rows), strict=True))
+    return dict(zip((file.name for file in manifest.files), _by_file(manifest, found, files, rows), strict=True))
 
 
 def of_extents(manifest: Manifest, found: ExtentColumns, numbers: NDArray[np.int64]) -> list[PieceColumns]:
     """The pieces of some extents, by file and place."""
-    return [some for some in _by_file(manifest, found.names, found.files[numbers], found.rows[numbers]) if len(some)]
+    return [some for some in _by_file(manifest, found, found.files[numbers], found.rows[numbers]) if len(some)]
 
 
 def _by_file(
-    manifest: Manifest, names: TensorNames, files: NDArray[np.int64], rows: NDArray[np.void]
+    manifest: Manifest, columns: ExtentColumns, files: NDArray[np.int64], rows: NDArray[np.void]
 ) -> Iterator[PieceColumns]:
     order = np.lexsort((rows["start"], files))
     rows, edges = rows[order], np.searchsorted(files[order], np.arange(len(manifest.files) + 1))
     for file, first, end in zip(manifest.files, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        yield PieceColumns(file.name, names, rows[first:end])
+        yield PieceColumns(file.name, columns.names, rows[first:end], columns)
 
 
 def grouped(listed: Iterable[Piece]) -> list[PieceColumns]:
@@ -257,8 +268,6 @@ def tensors_by_file(manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
 
 def check_header(file: FileEntry, tensors: Mapping[str, TensorEntry], head: bytes) -> None:
     """Raise `CorruptManifest` unless a shard file's header has these tensors at the bytes that the manifest states."""
-    if _is_as_written(file, tensors, head):
-        return
     header = safetensors.decode(head, file.bytes, file.name)
     stated = {t.name: (t.dtype, t.shape, header.header_bytes + t.start) for t in header.tensors}
     listed = {name: (entry.dtype, entry.shape, entry.start) for name, entry in tensors.items()}
@@ -272,18 +281,22 @@ def check_header(file: FileEntry, tensors: Mapping[str, TensorEntry], head: byte
         )
 
 
-def _is_as_written(file: FileEntry, tensors: Mapping[str, TensorEntry], head: bytes) -> bool:
-    """Whether a header is, byte for byte, the one that Holdfast writes for these tensors, which tile the file."""
-    placed = sorted(tensors.items(), key=lambda pair: pair[1].start)
-    starts = [entry.start - len(head) for _, entry in placed]
-    stops = [*starts, file.bytes - len(head)][1:]
-    rows = (
-        (name, one.dtype, one.shape, start, stop) for (name, one), start, stop in zip(placed, starts, stops, strict=True)
-    )
-    body = safetensors.body_of(rows, FORMAT_METADATA)
-    return head == (len(head) - safetensors.LENGTH_BYTES).to_bytes(safetensors.LENGTH_BYTES, "little") + body.ljust(
-        len(head) - safetensors.LENGTH_BYTES
-    )
+def is_as_written(columns: ExtentColumns, number: int, file: FileEntry, head: bytes) -> bool:
+    """Whether a header is, byte for byte, the one that Holdfast writes for the tensors of this file, which tile it: then
+    `check_header` need not decode it. `number` is that of the file.
+    """
+    inside = np.flatnonzero(columns.tensor_files == number)
+    inside = inside[np.argsort(columns.starts[inside], kind="stable")]
+    ends = [*(columns.starts[inside] - len(head)).tolist(), file.bytes - len(head)]
+    follows = len(inside) > 0 and bool((np.diff(inside) == 1).all())
+    at = slice(int(inside[0]), int(inside[-1]) + 1) if follows else None
+    places = inside.tolist()
+    entries = columns.entries[at] if at is not None else [columns.entries[place] for place in places]
+    names = columns.names.names[at] if at is not None else [columns.names.names[place] for place in places]
+    kinds, shapes = list(map(attrgetter("dtype"), entries)), list(map(attrgetter("shape"), entries))
+    body = safetensors.body_of(TensorColumns(names, kinds, shapes, ends[:-1], ends[1:]), FORMAT_METADATA)
+    length = len(head) - safetensors.LENGTH_BYTES
+    return head == length.to_bytes(safetensors.LENGTH_BYTES, "little") + body.ljust(length)
 
 
 def check_index(manifest: Manifest, group: str, encoded: bytes) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -300,3 +302,23 @@ def test_every_refusal_says_what_to_do() -> None:
         with pytest.raises(CheckpointError) as caught:
             manifests.decode(encoded, commit)
         assert "restore another step" in caught.value.hint
+
+
+def test_a_kept_manifest_is_decoded_once() -> None:
+    """Of the same bytes, and with a COMMIT that belongs to them; what nothing keeps takes no memory."""
+    made = sample_manifest()
+    encoded = manifests.encode(made)
+    commit = manifests.encode_commit(made, encoded)
+    first = manifests.decode(encoded, commit)
+    assert first == made and first is not made
+    assert manifests.decode(encoded, commit) is first
+    with pytest.raises(CorruptManifest):
+        manifests.decode(encoded + b" ", commit)
+    with pytest.raises(CorruptManifest):
+        manifests.decode(encoded, commit.replace(b'"files":', b'"files":1'))
+    manifests.lend(made, commit)
+    assert manifests.decode(encoded, commit) is made
+    gone = weakref.ref(first)
+    del first
+    gc.collect()
+    assert gone() is None

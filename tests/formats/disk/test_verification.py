@@ -150,6 +150,35 @@ def test_headers_must_state_what_the_manifest_states() -> None:
             verification.check_header(file, {**held, "zz": next(iter(held.values()))}, head)
 
 
+@given(specs())
+def test_headers_as_they_are_written(tensors: list[TensorSpec]) -> None:
+    """Are known without being decoded, unless tensors have no bytes; the same ones for other tensors are not."""
+    made = manifest_of(tensors)
+    plans = {plan.name: plan for plan in packing.pack(tensors, 64)}
+    turned = {group: dict(reversed(list(held.items()))) for group, held in made.tensors.items()}
+    for listed in (made, msgspec.structs.replace(made, tensors=turned)):
+        columns = verification.extents(listed)
+        for number, file in enumerate(listed.files):
+            if file.header_bytes:
+                whole = all(spec.nbytes for spec, _ in plans[file.name].tensors)
+                assert verification.is_as_written(columns, number, file, plans[file.name].header) or not whole
+                assert not verification.is_as_written(columns, number, file, plans[file.name].header + b" ")
+    for group, held in made.tensors.items():
+        for name, entry in held.items():
+            number = next(number for number, file in enumerate(made.files) if file.name == entry.file)
+            file, head = made.files[number], plans[entry.file].header
+            others = [
+                {**held, name: msgspec.structs.replace(entry, dtype="F4")},
+                {**held, name: msgspec.structs.replace(entry, shape=(*entry.shape, 1))},
+                {**held, name: msgspec.structs.replace(entry, start=entry.start + 1)},
+                {other: e for other, e in held.items() if other != name},
+                {**held, f"{name}2": entry},
+            ]
+            for other in others:
+                columns = verification.extents(msgspec.structs.replace(made, tensors={**made.tensors, group: other}))
+                assert not verification.is_as_written(columns, number, file, head)
+
+
 def test_headers_may_be_spelled_otherwise() -> None:
     """With the same tensors in another order, other words about them, and other spaces: as another program writes them."""
     made = sample_manifest()

@@ -117,6 +117,7 @@ def publish_export(tier: Tier, staging: str, target: str) -> None:
 def _commit(store: Store, place: Place, manifest: Manifest, small: Mapping[str, bytes], over: bool) -> None:
     encoded = manifests.encode(manifest)
     commit_bytes = manifests.encode_commit(manifest, encoded)
+    manifests.lend(manifest, commit_bytes)  # to its check
     _settle(store, place, CommitContents(_sizes(manifest, small), small, encoded, commit_bytes), over)
 
 

@@ -334,6 +334,7 @@ class Checks:
         self._changed = threading.Condition()
         self._waiting: deque[tuple[str, int, Committed | Damaged]] = deque()
         self._pending: set[tuple[str, int]] = set()  # committed, and not checked yet
+        self._newest: Manifest | None = None  # that was committed: while it is kept here, its check need not decode it
         self._left = 0
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="holdfast-verifier", daemon=True)
@@ -348,6 +349,7 @@ class Checks:
         """Check this new checkpoint; `written` are the parts of several nodes."""
         with self._changed:
             self._pending.add((manifest.run, manifest.step))
+            self._newest = manifest
         self._put(
             manifest.run, manifest.step, Committed(manifest.run, manifest.step, manifest.attempt, manifest.bytes, written)
         )
@@ -411,6 +413,8 @@ class Checks:
                 self._waiting.popleft()
                 self._left -= 1
                 self._pending.discard((run, step))
+                if not self._waiting:
+                    self._newest = None
 
     def _task(self, run: str, step: int, what: Committed | Damaged) -> Callable[[], object]:
         if isinstance(what, Damaged):

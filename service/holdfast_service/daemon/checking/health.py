@@ -47,9 +47,8 @@ _windows = BufferPool(WORKERS)  # of what was there before
 class _Compared:
     """The extents of a checkpoint, the same ones in the previous checkpoint, and what is measured of them, as columns."""
 
-    def __init__(self, manifest: Manifest, before: Manifest | None) -> None:
-        self.manifest, self.before = manifest, before
-        self.extents = verification.extents(manifest)
+    def __init__(self, manifest: Manifest, before: Manifest | None, extents: ExtentColumns) -> None:
+        self.manifest, self.before, self.extents = manifest, before, extents
         self.twins = _twins(manifest, before)
         self.old = None if before is None else verification.extents(before)
         self.extent_twins = _extent_twins(self.extents, self.old, self.twins)
@@ -105,7 +104,7 @@ class Examination:
         if self._failed:
             return
         try:
-            self._take(self._compared(manifest), _held(batch))
+            self._take(self._compared(manifest, batch.pieces.columns), _held(batch))
         except Exception:
             self._failed = True
             log.exception("there are no statistics of %s@%s", manifest.run, manifest.step)
@@ -125,12 +124,12 @@ class Examination:
             return b""
         return portion_statistics.encode(of.extents, of.measured, of.known)
 
-    def _compared(self, manifest: Manifest) -> _Compared:
+    def _compared(self, manifest: Manifest, extents: ExtentColumns | None = None) -> _Compared:
         """What is measured of this manifest: nothing, if it says anything else than the one before of the same bytes."""
         with self._lock:
             of = self._of
             if of is None or (of.manifest is not manifest and of.manifest.tensors != manifest.tensors):
-                self._of = of = _Compared(manifest, self._before)
+                self._of = of = _Compared(manifest, self._before, extents or verification.extents(manifest))
             return of
 
     def _take(self, of: _Compared, now: _Held) -> None:

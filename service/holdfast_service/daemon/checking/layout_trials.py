@@ -13,6 +13,7 @@ import json
 import random
 import threading
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -82,9 +83,9 @@ class LayoutTrials:
         """These pieces are verified: keep what the tests need."""
         with self._lock:
             self._choose(manifest)
-            starts: list[int] = batch.pieces.rows["start"].tolist()
-            for at in [at for at, start in enumerate(starts) if (batch.pieces.file, start) in self._wanted]:
-                self._kept[batch.pieces.file, starts[at]] = batch.of(batch.pieces[at]).copy()
+            starts = np.array([start for file, start in self._wanted if file == batch.pieces.file], np.int64)
+            for piece in batch.pieces.where(np.isin(batch.pieces.rows["start"], starts)):
+                self._kept[piece.file, piece.start] = batch.of(piece).copy()
 
     def result(self, manifest: Manifest) -> LayoutTrial:
         """Test the layouts of a checkpoint whose bytes are verified; `CorruptManifest`, with layout, rank and tensor, for
@@ -223,18 +224,19 @@ def _some_layers(manifest: Manifest, group: str) -> Manifest:
     tensors = manifest.tensors[group]
     if len(tensors) <= TENSORS_MAX:
         return manifest
-    layers: dict[str, list[str]] = {}
-    for name, layer in zip(tensors, layers_of(tensors), strict=True):
-        layers.setdefault(layer, []).append(name)
-    order = list(layers)
+    layers = list(layers_of(tensors))
+    sizes = Counter(layers)
+    order = list(sizes)
     random.Random(f"{manifest.run}@{manifest.step}").shuffle(order)
     order.sort(key=lambda layer: layer[-1:].isdigit())
     chosen: set[str] = set()
+    count = 0
     for layer in order:
-        if not chosen or len(chosen) + len(layers[layer]) <= TENSORS_MAX:
-            chosen.update(layers[layer])
-    kept = {name: entry for name, entry in tensors.items() if name in chosen}
-    aliases = {alias: name for alias, name in manifest.aliases.get(group, {}).items() if name in chosen}
+        if not chosen or count + sizes[layer] <= TENSORS_MAX:
+            chosen.add(layer)
+            count += sizes[layer]
+    kept = {name: entry for (name, entry), layer in zip(tensors.items(), layers, strict=True) if layer in chosen}
+    aliases = {alias: name for alias, name in manifest.aliases.get(group, {}).items() if name in kept}
     return msgspec.structs.replace(manifest, tensors={group: kept}, aliases={group: aliases})
 
 
