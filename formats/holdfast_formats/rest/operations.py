@@ -43,6 +43,7 @@ EVENTS: dict[str, str] = {
     "commit-command-failed": "the command of `--on-commit` failed, or was not run for a checkpoint; `detail` says why",
     "save-aborted": "a save ended without a checkpoint; `detail` has the problem",
     "staged-save-lost": "a save that all ranks had staged was lost: the daemon was killed, and nothing held its memory",
+    "save-late": "the next save had begun before this one was durable; recorded once, until a save is on time again",
     "save-dropped": "a save was dropped, because no slot was free; `detail` says what the saves in the slots wait for",
     "checkpoint-verified": "a checkpoint was read back, and every byte matched its digest",
     "checkpoint-damaged": "bytes of a checkpoint do not match their digests; `detail` says which",

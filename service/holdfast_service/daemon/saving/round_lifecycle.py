@@ -16,6 +16,7 @@ from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.saving.active_saves import ActiveSaves
 from holdfast_service.daemon.saving.average_fills import AverageFills
 from holdfast_service.daemon.saving.failed_rounds import FailedRounds
+from holdfast_service.daemon.saving.late_saves import LateSaves
 from holdfast_service.daemon.saving.other_nodes import Host, OtherNodes, Result
 from holdfast_service.daemon.saving.rounds import Participant, RoundKey, SaveRound, outcome_of
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
@@ -40,7 +41,7 @@ class RoundLifecycle:
         """Saves of ranks on `node` alone are written here, others jointly. `checks` reads back what is committed."""
         self._active, self._control, self._lock = active, control, active.lock
         self._history, self._holds, self._checks = history, holds, checks
-        self.failed = FailedRounds(control, history)
+        self.failed, self._late = FailedRounds(control, history), LateSaves(active, control.events)
         self.write_queue = WriteQueue(control, node, holds, lock=active.lock, ended=self._saved, history=history)
         self._fills = AverageFills(averages, self._filled)
         host = Host(
@@ -189,6 +190,7 @@ class RoundLifecycle:
         self._history.ended(current, checked=result is None)
         if result is not None:
             self._checks.add(result, written)
+            self._late.committed(current)
         self._announce(current, None)
 
     def _saved(self, current: SaveRound, result: Manifest | CheckpointError) -> None:
@@ -197,6 +199,7 @@ class RoundLifecycle:
             self._announce(current, result)
             return
         self._checks.add(result)
+        self._late.committed(current)
         self._announce(current, None)
 
     def _announce(self, current: SaveRound, error: CheckpointError | None) -> None:
