@@ -100,7 +100,7 @@ def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
         "created": f"{manifest.created} ({console.human_age(manifest.created)})",
         "written by": f"attempt {manifest.attempt}, {manifest.world} rank{'s' if manifest.world != 1 else ''}"
         + (f", mesh {mesh}" if mesh else ""),
-        "size": f"{console.human_bytes(manifest.bytes)} in {len(manifest.files)} files",
+        "size": f"{console.human_bytes(manifest.bytes)} in {len(manifest.files)} files" + _shared(known, times),
         "metrics": ", ".join(f"{name} {metric_values.text(one)}" for name, one in manifest.all_metrics.items()) or "none",
     }
     if manifest.thinned is not None:
@@ -118,6 +118,13 @@ def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
     for line in (*behind, *drawn):
         out.print(Text(line))
     _print_tables(manifest)
+
+
+def _shared(known: bodies.CheckpointInfo | None, times: SaveTimes | None) -> str:
+    """What it has in common with older checkpoints, and what its save did not write for that reason."""
+    shared = "" if known is None or not known.shared_bytes else f", {console.human_bytes(known.shared_bytes)} shared"
+    linked = None if times is None else times.linked_bytes
+    return shared + (f", {console.human_bytes(linked)} not written again by the save" if linked else "")
 
 
 def _times(api: Api, known: bodies.CheckpointInfo) -> SaveTimes | None:

@@ -32,7 +32,7 @@ class Run(Body):
     keep_last: int | None = Field(description="retention: number of newest checkpoints to keep, None for all")
     checkpoints: int
     newest: int | None = Field(description="step of the newest checkpoint that is not known to be damaged")
-    bytes: int
+    bytes: int = Field(description="of its checkpoints; files that several of them have count once")
     state: Life | None = Field(default=None, description="of its ranks: running, finished or died; null if unknown")
     life: RunLife = Field(default="idle", description="what the run is doing; `died` until it is resumed or acknowledged")
     life_since: str | None = Field(default=None, description="since when, if known")
@@ -57,6 +57,7 @@ KNOWN_SINCE = {
     "abandoned",
     "thin_bytes",
     "small_bytes",
+    "shared_bytes",
 } | MARKS
 
 
@@ -136,6 +137,10 @@ class CheckpointInfo(Body):
     small_bytes: dict[str, int] | None = Field(
         default=None,
         description="estimated bytes under each compaction rule that would save space; null if unknown",
+    )
+    shared_bytes: int = Field(
+        default=0,
+        description="the part of `bytes` in files that an older checkpoint of the run has too: they are stored once",
     )
     abandoned: bool = Field(
         default=False, description="training continued from an older step and left this checkpoint behind"

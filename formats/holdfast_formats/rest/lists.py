@@ -449,6 +449,11 @@ def _health(info: bodies.CheckpointInfo) -> CellPart | None:
     return bad(f"{count(info.nonfinite, 'value')} not finite") if info.nonfinite else CellPart("healthy")
 
 
+def _size(made: bodies.CheckpointInfo) -> list[CellPart | int]:
+    """Its bytes, and how many of them no older checkpoint has."""
+    return [made.bytes, made.bytes - made.shared_bytes, CellPart("new")] if made.shared_bytes else [made.bytes]
+
+
 def checkpoints(asked: bool) -> Listing[bodies.CheckpointInfo]:
     """`asked`: a service answered, so states and labels are known. A directory alone shows only the commits."""
     unchecked = " (not checked yet)" if asked else ""
@@ -458,7 +463,7 @@ def checkpoints(asked: bool) -> Listing[bodies.CheckpointInfo]:
             Column("Created", "created", "age"),
             Column("State", lambda one: f"{one.state}{unchecked if one.unchecked else ''}"),
             *([Column("Health", _health, omit=2)] if asked else []),
-            Column("Bytes", "bytes", "bytes", omit=5),
+            Column("Bytes", _size, "bytes", omit=5),
             Column("Tensors", "tensors", "step", omit=1),
             Column("Groups", "groups", omit=3),
             Column("Metrics", _metrics, wraps=True, omit=4),

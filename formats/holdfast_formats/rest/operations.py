@@ -57,6 +57,8 @@ EVENTS: dict[str, str] = {
     "removal-waits": "a removal was postponed: the remaining checkpoints are not known to be sound; `detail` says why",
     "checkpoint-compacted": "optimizer states and masters of a checkpoint were compacted",
     "checkpoint-thinned": "optimizer, masters and per-rank state were removed from a checkpoint; its weights stay",
+    "second-copy-made": "a checkpoint got a copy of its own of a file that it shared with the step before",
+    "second-copy-failed": "such a copy could not be made (quota, no space, or a storage failure); it is retried",
     "thinning-failed": "a checkpoint could not be thinned or compacted (no space, or a storage failure); it is retried",
     "checkpoint-replicated": "a checkpoint was copied to another tier and verified there",
     "replica-failed": "a tier cannot be reached, or a copy there failed or is damaged; it is retried",

@@ -28,6 +28,7 @@ from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.run_renaming import RunRenaming
 from holdfast_service.control.retention.run_trash import RunTrash
+from holdfast_service.control.retention.second_copies import SecondCopies
 from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.control.root_watch import RootWatch
 from holdfast_service.control.signals import Signal
@@ -114,6 +115,7 @@ class CheckpointParts(RecordParts):
         )
         self.admission = Admission(storage, catalog, files, rotation, record_queue.query, trash.make_room)
         self.thinning = Thinning(store, catalog, record_queue, rotation, events, lineage.add, partial(nodes.has, THINNING))
+        self.second_copies = SecondCopies(store, catalog, rotation, self.admission, events)
         self.watch = RootWatch(
             store,
             catalog,

@@ -11,7 +11,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.staging.joint import JointlyStaged
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.timestamps import utc_now
-from holdfast_service.control.checkpoints import commit, replicas, roots
+from holdfast_service.control.checkpoints import commit, replicas, roots, shared_files
 from holdfast_service.control.checkpoints.commit import About
 from holdfast_service.control.launches.restore_choice import RestoreSelector
 from holdfast_service.control.parts import CheckpointParts
@@ -93,6 +93,7 @@ class Publishing:
             known = None
         if known != bodies.as_committed(checkpoint):
             self._catalog.record_checkpoint(checkpoint, roots.stamp(self._store, run, step))
+            shared_files.look(self._store, self._catalog.database, run, anew=True)
             with self._catalog.database.write() as session:
                 replicas.removed(session, run, step)
         self._rotation.replaced.listed(run, step)

@@ -18,7 +18,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Level
 from holdfast_formats.staging.joint import JointlyStaged, ShareHandover
 from holdfast_formats.staging.plan import WritePlan
-from holdfast_service.control.checkpoints import commit, roots
+from holdfast_service.control.checkpoints import commit, roots, shared_files
 from holdfast_service.control.launches.restore_choice import RestoreSelector
 from holdfast_service.control.launches.save_permits import SavePermits
 from holdfast_service.control.parts import CheckpointParts
@@ -112,7 +112,9 @@ class SaveCoordinator:
 
     def _committed(self, round_id: int, made: Manifest, measured: Mapping[str, float], staging: Place | None) -> None:
         """A checkpoint was published. `staging`: of a save of several nodes."""
-        self._record_queue.enqueue(f"that the checkpoint {made.run}@{made.step} is committed", lambda: self.record(made))
+        self._record_queue.enqueue(
+            f"that the checkpoint {made.run}@{made.step} is committed", lambda: self.record(made, "linked_bytes" in measured)
+        )
         self._rounds.end(round_id, "committed", measured=measured)
         self.clear(staging or Place(made.run, made.step, made.attempt))
         self._events.enqueue(
@@ -164,11 +166,12 @@ class SaveCoordinator:
         if staging is not None and error.members.get("outcome") != "unknown":  # else it may be what a power cut brings back
             self.clear(staging)
 
-    def record(self, made: Manifest) -> None:
-        """Queue the catalog's record of a checkpoint."""
+    def record(self, made: Manifest, linked: bool = False) -> None:
+        """Record a checkpoint in the catalog. `linked`: it has files of earlier ones."""
         stamp = roots.stamp(self._store, made.run, made.step)
         if stamp is not None or roots.stands(self._store.files, made.run, made.step):  # else removed meanwhile
             self._catalog.record_checkpoint(bodies.describe(made), stamp)
+            shared_files.look(self._store, self._catalog.database, made.run, linked)
 
     def clear(self, place: Place) -> None:
         """Remove a staging place; the next sweep removes what cannot be removed now."""

@@ -49,6 +49,7 @@ from holdfast_service.daemon.arena.spill import Spill
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.checking.node_checks import ScrubClaims
+from holdfast_service.daemon.copying.second_copier import SecondCopier
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.daemon.event_commands import EventCommands
 from holdfast_service.daemon.job_workers import Workers
@@ -219,7 +220,7 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     stack.callback(Sweeper(control.empty_runs, saver, arena, sweep_s, control.trash.expire).close)
     remote = RemoteRanks(arena, saver, control, config.silence_max, mark.id)
     stack.callback(remote.close)
-    stack.callback(_thinner(config, control, saver).close)
+    _start_copiers(config, control, saver, stack)
     checks = CheckJobs(checker, scrub, records)
     workers = Workers(control.catalog, control, checks, replication.repairer, config.export_root, trains)
     runner = start_jobs(config.node, workers)
@@ -360,21 +361,20 @@ def _watch_root(watch: RootWatch, saver: Saver, scrub: Scrub, stack: ExitStack) 
     watch.start()
 
 
-def _thinner(config: Config, control: Control, saver: Saver) -> Thinner:
-    """The worker that thins checkpoints of each run whose policy was applied, at a scrub's read rate."""
-    rate = config.scrub_bytes_per_second
-    pace = Pace(rate) if rate else None
-    thinner = Thinner(
-        control.store,
-        control.thinning,
-        node=control.nodes.node,
-        pace=pace,
-        suspect=saver.checks.suspect,
-    )
-    control.rotation.applied.subscribe(thinner.due)
-    for run in roots.runs(control.records):  # an earlier daemon may have been in the middle of it
-        thinner.due(run)
-    return thinner
+def _start_copiers(config: Config, control: Control, saver: Saver, stack: ExitStack) -> None:
+    """The workers that thin checkpoints of each run whose policy was applied, and give them files of their own, at a scrub's
+    read rate, until `stack` unwinds.
+    """
+    pace = Pace(rate) if (rate := config.scrub_bytes_per_second) else None
+    suspect, node = saver.checks.suspect, control.nodes.node
+    for worker in (
+        Thinner(control.store, control.thinning, node=node, pace=pace, suspect=suspect).worker,
+        SecondCopier(control.store, control.second_copies, control.readers, pace=pace, suspect=suspect).worker,
+    ):
+        stack.callback(worker.close)
+        control.rotation.applied.subscribe(worker.due)
+        for run in roots.runs(control.records):  # an earlier daemon may have been in the middle of it
+            worker.due(run)
 
 
 def _keeper(root: ServedRoot, config: Config) -> DescriptorKeeper:

@@ -36,7 +36,7 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.engines import connect
 from tests.control.published import a_row
 
-TABLES = ("unreleased_5", "c82ff96b")  # the version, and a digest of its tables
+TABLES = ("unreleased_6", "8ddb3d3e")  # the version, and a digest of its tables
 NOW, LATER = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:09.000Z"
 
 

@@ -161,6 +161,12 @@ POINTS = {
     "coded, not proven": Point("holdfast_service.daemon.copying.compactor", "_prove"),
     "before it is replaced": Point("holdfast_service.control.retention.thinning", "publish_copy"),
     "it is replaced": Point("holdfast_service.control.retention.thinning", "publish_copy", after=True),
+    # in a daemon whose saves take unchanged files from earlier checkpoints
+    "before a file is linked": Point("holdfast_service.storage.posix", "PosixTier.link"),
+    "a file is linked": Point("holdfast_service.storage.posix", "PosixTier.link", after=True),
+    "a second copy is staged": Point("holdfast_service.daemon.copying.copies", "carry", after=True),
+    "before a second copy is put": Point("holdfast_service.storage.posix", "PosixTier.supplant"),
+    "a second copy is put": Point("holdfast_service.storage.posix", "PosixTier.supplant", after=True),
     # in what the daemon does beside saves
     "job claimed": Point("holdfast_service.control.jobs.catalog", "Jobs.claim", after=True),
     "mid job": Point("holdfast_service.storage.posix", "PosixTier.read_stored", after=True),

@@ -396,7 +396,7 @@ def test_it_is_tried_again_once_there_may_be_room(world: CopiesWorld, monkeypatc
     """Nobody tells of room that others have made. Before there is any, nothing of the checkpoint is read."""
     world.keep(optim="int8", optim_full=1)
     monkeypatch.setattr(thinner_module, "AGAIN_S", 0.05)
-    worker = world.thinner()
+    worker = world.thinner().worker
     with monkeypatch.context() as patch:
         patch.setattr(PosixTier, "free_bytes", lambda self: 4096)
         patch.setattr(compactor, "_look", None)

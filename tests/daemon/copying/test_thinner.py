@@ -227,7 +227,7 @@ def test_a_catalog_that_was_away_is_asked_again(world: CopiesWorld, monkeypatch:
         return due(self, run)
 
     monkeypatch.setattr(Thinning, "due", away)
-    worker = Thinner(world.control.store, thinning)
+    worker = Thinner(world.control.store, thinning).worker
     worker.due(RUN)
     wait_until(lambda: all(world.catalog.checkpoint(RUN, step).thinned is not None for step in (5, 10)))
     worker.close()
@@ -235,7 +235,7 @@ def test_a_catalog_that_was_away_is_asked_again(world: CopiesWorld, monkeypatch:
 
 def test_the_thread_does_what_is_due(world: CopiesWorld) -> None:
     """It is told of a run when the run's policy was applied."""
-    worker = world.thinner()
+    worker = world.thinner().worker
     world.control.rotation.applied.subscribe(worker.due)
     world.keep(keep_full=1)
     assert worker.settle()

@@ -12,7 +12,7 @@ from holdfast_formats import naming, timestamps
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchRun
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
-from holdfast_service.control.database.schema import CheckpointRow, RoundRow, RunRow
+from holdfast_service.control.database.schema import OCCUPIED, CheckpointRow, RoundRow, RunRow
 
 STEPS_AT_ONCE = 500  # of a query that names steps
 _Rows = TypeVar("_Rows", bound=Select[Any])
@@ -71,9 +71,9 @@ def named(prefix: str, words: Iterable[str], tags: Iterable[str] = ()) -> Select
 
 
 def summed(session: Session, row: RunRow) -> bodies.Run:
-    """The run with number and bytes of its checkpoints, and the newest step that is neither damaged nor abandoned."""
+    """The run with number and occupied bytes of its checkpoints, and the newest step that is not damaged or abandoned."""
     of = CheckpointRow.run == row.name
-    count, size = session.execute(select(func.count(), func.sum(CheckpointRow.bytes)).where(of)).one()
+    count, size = session.execute(select(func.count(), func.sum(OCCUPIED)).where(of)).one()
     newest = session.scalar(select(func.max(CheckpointRow.step)).where(of, _SOUND, _LIVING))
     return bodies.Run(
         name=row.name, attempt=row.attempt, keep_last=row.keep_last, checkpoints=count, newest=newest, bytes=int(size or 0)

@@ -19,7 +19,7 @@ from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.catalog.catalog import Catalog, KnownRun
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.catalog.run_settings import RunSettings
-from holdfast_service.control.checkpoints import launch_records
+from holdfast_service.control.checkpoints import launch_records, shared_files
 from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file
 from holdfast_service.control.database.visible import limited_to
 from holdfast_service.storage import Store
@@ -249,6 +249,7 @@ def _relist(store: Store, catalog: Catalog, run: str, how: _Comparison) -> list[
     gone = {step: before[step] for step in before if step in replaced or step in missing}
     if gone or listed_now or again:
         catalog.relist(run, gone, listed_now, again, utc_now(), how.is_known)
+        shared_files.look(store, catalog.database, run, anew=bool(listed_now))
     for checkpoint, damage in damaged:
         _list_damaged(catalog, checkpoint, damage, before)
     # Not a damaged one that was listed before: if it is gone, the next comparison finds and records that.

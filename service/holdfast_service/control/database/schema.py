@@ -154,11 +154,12 @@ class CheckpointRow(CatalogTable):
     `proven` is what it said of all files when they were read back and found sound: while it says the same, they are that.
     `seen_s` is when it was committed, in seconds that daemons have seen pass since the run's first commit.
     `abandoned` follows from the lineages of all checkpoints of the run, and is made again with each that comes or goes.
+    `shared_bytes` are those of files that an older checkpoint of the run has too (`checkpoints/shared_files`).
     """
 
     __tablename__ = "checkpoints"
     __table_args__ = (
-        Index("checkpoints_summed", "run", "step", "bytes"),
+        Index("checkpoints_summed", "run", "step", "bytes", "shared_bytes"),
         _where("checkpoints_damaged", "damage IS NOT NULL", "damage IS NOT NULL"),
         _where("checkpoints_unhealthy", "healthy IS 0", "healthy IS false"),
         _where("checkpoints_unverified", "verified IS 0", "verified IS false"),
@@ -194,6 +195,7 @@ class CheckpointRow(CatalogTable):
     thin_bytes: Mapped[int | None]
     compacted: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
     small_bytes: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+    shared_bytes: Mapped[int] = mapped_column(default=0, server_default=text("0"))
 
     def mark_verified(self, now: str, proof: str, check: Mapping[str, Any] | None, same_as: int | None) -> None:
         """It was read back whole and is sound. `check` None: the numbers of an earlier check stay."""
@@ -205,6 +207,9 @@ class CheckpointRow(CatalogTable):
         """`checked`: when it was read back whole; None where a part was read."""
         self.verified, self.damage = False, problem
         self.checked = checked or self.checked
+
+
+OCCUPIED = CheckpointRow.bytes - CheckpointRow.shared_bytes  # summed over checkpoints of a run, what they take of the disk
 
 
 class StatisticsRow(CatalogTable):

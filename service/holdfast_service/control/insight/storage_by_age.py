@@ -12,7 +12,7 @@ from holdfast_formats.rest.runs import RunStorage
 from holdfast_service.control.catalog.listing import named, parse_time
 from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_cursor, integer, page
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import CheckpointRow
+from holdfast_service.control.database.schema import OCCUPIED, CheckpointRow
 
 DAY_S = 86_400.0
 AGES_S = (DAY_S, 7 * DAY_S, 30 * DAY_S)
@@ -24,8 +24,8 @@ def storage_by_age(
 ) -> bodies.Page[RunStorage]:
     """Runs with a checkpoint, the largest first. `now` is an RFC 3339 time."""
     since = [parse_time(timestamps.later(now, -age_s)) for age_s in AGES_S]
-    total = func.sum(CheckpointRow.bytes)
-    within = [func.sum(case((CheckpointRow.created >= time, CheckpointRow.bytes), else_=0)) for time in since]
+    total = func.sum(OCCUPIED)
+    within = [func.sum(case((CheckpointRow.created >= time, OCCUPIED), else_=0)) for time in since]
     wanted = select(CheckpointRow.run, func.count(), total, *within).group_by(CheckpointRow.run)
     if prefix or words:
         wanted = wanted.where(CheckpointRow.run.in_(named(prefix, words)))

@@ -27,7 +27,15 @@ from sqlalchemy.orm import Session, aliased
 
 from holdfast_formats import metric_values
 from holdfast_formats.timestamps import seconds_of
-from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, EventRow, ReplicaRow, RoundRow, RunRow
+from holdfast_service.control.database.schema import (
+    OCCUPIED,
+    AttemptRow,
+    CheckpointRow,
+    EventRow,
+    ReplicaRow,
+    RoundRow,
+    RunRow,
+)
 from holdfast_service.control.findings.missing import is_over
 from holdfast_service.control.insight.facts import NOTHING, CheckpointFacts, NonFiniteSince, ReplicaCounts, Save, Warned
 
@@ -77,7 +85,7 @@ def _held() -> Executable:
     return (
         select(
             *(at.run, at.checkpoints, at.total, at.newest, at.newest_verified, good, at.damaged, at.newest_damaged),
-            *(last.bytes, last.created, case((ill, false()), else_=last.healthy), last.same_as),
+            *(last.bytes - last.shared_bytes, last.created, case((ill, false()), else_=last.healthy), last.same_as),
             case((ill, judged.nonfinite), else_=last.nonfinite),
             *(verified.created, case((ill, at.unhealthy)), healthy.created, func.coalesce(healthy.verified, false())),
             at.newest_sound,
@@ -94,7 +102,7 @@ def _steps() -> Subquery:
     """Each run's totals, and the steps that its facts are about: most are found at an end of an index."""
     row, each = CheckpointRow, aliased(CheckpointRow)
     totals = (
-        select(row.run, func.count().label("checkpoints"), func.sum(row.bytes).label("total"))
+        select(row.run, func.count().label("checkpoints"), func.sum(OCCUPIED).label("total"))
         .where(row.run.in_(RUNS))
         .group_by(row.run)
         .subquery()

@@ -129,6 +129,17 @@ class Admission:
         if over is not None:
             raise over
 
+    def refuse_copy(self, run: str, step: int, size: int) -> None:
+        """Raise `QuotaExceeded` or `NoSpace` if so many more bytes of a committed checkpoint do not fit. Nothing is removed
+        for them.
+        """
+        over = self._over_quota(run, step, size, self._quotas(run))
+        if over is not None:
+            raise over
+        full = self._full(f"a copy of files of {run}@{step}", run, size + SPARE_BYTES)
+        if full is not None:
+            raise full
+
     def _keep(self, plan: WritePlan, quotas: _Quotas) -> None:
         self._admitted[plan.run, plan.step] = quotas
         while len(self._admitted) > ADMITTED_MAX:
@@ -161,7 +172,9 @@ class Admission:
 
     def _used(self, run: str) -> int:
         try:
-            return int(self._ask(lambda: sum(c.bytes for c in roots.all_checkpoints(self._catalog, run)), USED_S))
+            return int(
+                self._ask(lambda: sum(c.bytes - c.shared_bytes for c in roots.all_checkpoints(self._catalog, run)), USED_S)
+            )
         except CatalogUnavailable as away:  # a save is worth more than a limit that cannot be counted
             log.warning("cannot determine how much of its quota %s uses: %s", run, away.detail)
             return 0
@@ -208,13 +221,16 @@ class Admission:
         if over is not None:
             return over
         taken = sum(one.bytes for one in self._staged(plan).values())  # wherever else they are: they have their room
-        room, free = disk_bytes(plan) - taken + SPARE_BYTES, self._store.free_bytes()
-        if free is not None and room > free:
-            return NoSpace(
-                f"{plan.run}@{plan.step} needs {room} bytes of disk space, but only {free} are free",
-                hint=f"free space, or keep fewer checkpoints; `holdfast keep {plan.run} --dry-run` shows what is "
-                "kept and why",
-                needed=room,
-                free=free,
-            )
-        return None
+        return self._full(f"{plan.run}@{plan.step}", plan.run, disk_bytes(plan) - taken + SPARE_BYTES)
+
+    def _full(self, what: str, run: str, room: int) -> NoSpace | None:
+        """The error if the disk has no such room."""
+        free = self._store.free_bytes()
+        if free is None or room <= free:
+            return None
+        return NoSpace(
+            f"{what} needs {room} bytes of disk space, but only {free} are free",
+            hint=f"free space, or keep fewer checkpoints; `holdfast keep {run} --dry-run` shows what is kept and why",
+            needed=room,
+            free=free,
+        )

@@ -30,7 +30,7 @@ from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog import losses
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
-from holdfast_service.control.checkpoints import removal, replicas, run_files
+from holdfast_service.control.checkpoints import removal, replicas, run_files, shared_files
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.checkpoints.storage_probe import StorageProbe
@@ -77,7 +77,7 @@ class Rotation:
         self.probe = StorageProbe(store.files)
         self.proofs = RemovalProbe(self.probe, catalog)
         self.replaced = ReplacedCheckpoints(store, catalog, self.proofs, readers)
-        self.verdicts = Verdicts(catalog, files, readers, self.proofs, self.replaced, self._tiers)
+        self.verdicts = Verdicts(store, catalog, files, readers, self.proofs, self.replaced, self._tiers)
         self.guards = RemovalGuards(store, files, readers, self.replaced)
         self._looks = CopyLooks(self._tiers, self.verdicts)
         self._waiting: set[str] = set()  # runs whose blocked removals were reported
@@ -312,6 +312,7 @@ class Rotation:
                     break
                 with self._catalog.database.told_later(f"{run}@{step} was removed"):
                     self._catalog.forget_checkpoint(run, step)
+                    shared_files.look(self._store, self._catalog.database, run)
                 self.removed[why] += step in trashed
             if step in trashed:
                 level: Level = "warning" if why == "space" and len(reasons) > 1 else "info"

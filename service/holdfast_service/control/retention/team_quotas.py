@@ -14,7 +14,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import LimitExceeded, NoSuchResource
 from holdfast_formats.rest.access import Quota, matches
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import CheckpointRow
+from holdfast_service.control.database.schema import OCCUPIED, CheckpointRow
 from holdfast_service.control.database.visible import criterion
 from holdfast_service.storage import Records
 from holdfast_service.storage.map_file import MapContent, MapFile
@@ -82,7 +82,7 @@ class TeamQuotas:
         return quotas
 
     def _counted(self, pattern: str) -> tuple[int, int]:
-        total, runs = func.sum(CheckpointRow.bytes), func.count(func.distinct(CheckpointRow.run))
+        total, runs = func.sum(OCCUPIED), func.count(func.distinct(CheckpointRow.run))
         with self._database.read() as session:
             used, number = session.execute(select(total, runs).where(criterion(CheckpointRow.run, pattern))).one()
         return int(used or 0), int(number or 0)

@@ -20,7 +20,7 @@ from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.record_queue import RecordQueue
-from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints import roots, shared_files
 from holdfast_service.control.checkpoints.commit import publish_copy
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.thin_policy import ThinDecision, decide_thinning
@@ -161,6 +161,7 @@ class Thinning:
             now = {name: getattr(stated, name) for name in CHANGED}
             proven = self._rotation.probe.proof(run, step) if known.verified else None
             self._catalog.record_checkpoint(known.model_copy(update=now), roots.stamp(self._store, run, step), proven)
+            shared_files.look(self._store, self._catalog.database, run)
             self._tell(manifest)
             is_recorded = True
         self._rotation.replaced.listed(run, step)

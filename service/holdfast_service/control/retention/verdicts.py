@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import NewestHealthy, NewestVerified
@@ -11,7 +11,7 @@ from holdfast_formats.lineage import line
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import Preview, RetentionPolicy, Verdict
 from holdfast_service.control.catalog.catalog import Catalog, CommitProof
-from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints import roots, shared_files
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.checkpoints.tiers import Tiers
@@ -20,6 +20,7 @@ from holdfast_service.control.retention.policy import Candidate, Decision, decid
 from holdfast_service.control.retention.proven_decisions import UNKNOWN, ProvenDecisions, RemovalProbe
 from holdfast_service.control.retention.replaced_checkpoints import ReplacedCheckpoints
 from holdfast_service.control.retention.thin_policy import ThinDecision, ThinEstimate, could_save, decide_thinning, older_of
+from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,9 @@ _FRESH = "it is being replaced"
 class Verdicts:
     """The verdicts on all runs of one root."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is one thing
         self,
+        store: Store,
         catalog: Catalog,
         files: RunFiles,
         readers: Readers,
@@ -40,7 +42,7 @@ class Verdicts:
         replaced: ReplacedCheckpoints,
         tiers: Tiers,
     ) -> None:
-        self._tiers = tiers
+        self._store, self._tiers = store, tiers
         self._catalog, self._files, self._readers = catalog, files, readers
         self._proofs, self._replaced = proofs, replaced
 
@@ -55,7 +57,7 @@ class Verdicts:
         thinning = decide_thinning(candidates, decisions, chosen)
         listed = {candidate.step: listed[candidate.step] for candidate in candidates}  # what is there
         sound = {candidate.step for candidate in candidates if candidate.verified}
-        kept = sum(listed[decision.step].bytes for decision in decisions if decision.keep)
+        kept = self._occupied(run, {decision.step: listed[decision.step] for decision in decisions if decision.keep})
         foresight = ThinEstimate(listed.values())
         after = {at: _bytes_after(listed[at], decision, foresight) for at, decision in thinning.items()}
         freed = {at: listed[at].bytes - (size or 0) for at, size in after.items()}
@@ -73,12 +75,18 @@ class Verdicts:
                 if step in (None, decision.step)
             ],
             bytes_kept=kept,
-            bytes_removed=sum(checkpoint.bytes for checkpoint in listed.values()) - kept,
+            bytes_removed=self._occupied(run, listed) - kept,
             bytes_thinned=sum(freed[at] for at, decision in thinning.items() if decision.thin),
             bytes_compacted=sum(freed[at] for at, decision in thinning.items() if decision.small is not None),
             could_save=could_save([listed[one.step] for one in older_of(candidates, decisions)], foresight),
             bytes_saved=sum(before.bytes - c.bytes for c in listed.values() if (before := c.thinned or c.compacted)),
         )
+
+    def _occupied(self, run: str, checkpoints: Mapping[int, bodies.CheckpointInfo]) -> int:
+        """The bytes of these checkpoints, those of files that several of them have once."""
+        shares = any(one.shared_bytes for one in checkpoints.values())
+        shared = shared_files.shared_bytes(self._store, run, checkpoints) if shares else {}
+        return sum(one.bytes - shared.get(step, 0) for step, one in checkpoints.items())
 
     def looked_at(
         self, run: str, listed: dict[int, bodies.CheckpointInfo] | None = None, *, for_room: bool = False

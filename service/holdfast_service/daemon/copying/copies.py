@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -13,12 +13,14 @@ from holdfast_files.opened import join
 from holdfast_files.verifying import ReadControl, StoredCheckpoint, copy_files, read_verified
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.errors import Damaged, NoSuchResource
+from holdfast_formats.errors import CheckpointError, Damaged, NoSuchResource
 from holdfast_formats.files import Files
 from holdfast_service.storage import StagedCheckpoint, StagedFiles
 from holdfast_service.storage.pacing import Pace
 
 log = logging.getLogger(__name__)
+
+NOTHING: Mapping[str, int] = {}
 
 
 class CopyStopped(Exception):
@@ -60,17 +62,37 @@ def carry(source: Files, here: str, staged: StagedFiles, manifest: Manifest, goi
     read_back(staged.files, staged.path, manifest, going)
 
 
-def go_on(source: Files, here: str, staged: StagedCheckpoint, manifest: Manifest, going: CopyControl) -> None:
-    """`carry` except for files that an earlier start has staged whole: they are read back, and the others are copied. When
-    it raises, what was written by then can be gone on with.
+def go_on(
+    source: Files,
+    here: str,
+    staged: StagedCheckpoint,
+    manifest: Manifest,
+    going: CopyControl,
+    unchanged: Mapping[str, int] = NOTHING,
+) -> None:
+    """`carry` except for files that an earlier start has staged whole, and `unchanged` ones, which are taken from committed
+    checkpoints of these steps: both are read back, and the others are copied. When it raises, what was written by then can
+    be gone on with.
     """
     left = staged.go_on()
     whole = {file.name for file in manifest.files if left.get(file.name) == file.bytes}
-    proven = {name for name in whole if _is_proven(staged, only(manifest, (name,)), going)}
+    taken = {name for name, step in unchanged.items() if name not in whole and _is_taken(staged, name, step)}
+    proven = {name for name in whole | taken if _is_proven(staged, only(manifest, (name,)), going)}
+    for name in taken - proven:  # a second name must not be written to
+        staged.drop(name)
     if proven:
         log.info("%s: %d of %d files were there", staged.path, len(proven), len(manifest.files))
     rest = {file.name for file in manifest.files} - proven
     carry(source, here, staged, only(manifest, rest), going)
+
+
+def _is_taken(staged: StagedCheckpoint, file: str, step: int) -> bool:
+    try:
+        staged.drop(file)  # what an earlier start has left of it
+        return staged.take(file, step)
+    except CheckpointError as error:  # it was removed meanwhile, say
+        log.info("%s: %s is copied, and not taken from step %d: %s", staged.path, file, step, error.detail)
+        return False
 
 
 def _is_proven(staged: StagedFiles, manifest: Manifest, going: CopyControl) -> bool:

@@ -15,7 +15,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_service.control.checkpoints.replicas import ReplicaRecords
 from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, carry, go_on, only, read_back
-from holdfast_service.daemon.copying.hard_links import stage_again
+from holdfast_service.daemon.copying.hard_links import stage_again, unchanged
 from holdfast_service.storage import RootStorage, StagedCheckpoint, Store
 
 
@@ -78,7 +78,8 @@ class CopyPublisher:
             self.keep_begun(replica.store, self._begun.keys() - {which})
             place = self._begun[which] = naming.copy_place(*which, sha256)
         try:
-            go_on(self._source, directory, replica.store.begin(place), manifest, self._going())
+            there = unchanged(replica.store, manifest)
+            go_on(self._source, directory, replica.store.begin(place), manifest, self._going(), there)
             self._put(replica, place, pair)
         except (CopyStopped, StorageFailed):
             raise

@@ -1,14 +1,23 @@
-"""Stages files of a checkpoint again, for one that replaces it: as second names of the same bytes, or as copies."""
+"""Files that a checkpoint can take from another one, as second names of the same bytes: those of the checkpoint that it
+replaces, and in a replica those that earlier copies have.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.errors import Damaged, NoSuchCheckpoint
+from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint
 from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_service.daemon.copying.copies import CopyControl, carry, read_back
-from holdfast_service.storage import StagedCheckpoint, Store
+from holdfast_service.storage import FileIdentity, StagedCheckpoint, Store
+
+LOOKED_AT_MAX = 8  # copies in a replica, those of the nearest steps, for their unchanged files
 
 
 def stage_again(store: Store, place: Place, proof: Manifest, going: CopyControl) -> StagedCheckpoint:
@@ -41,3 +50,43 @@ def take(staged: StagedCheckpoint, which: CheckpointId, proof: Manifest, going: 
     for entry in proof.files:  # a second name must not be written to
         staged.drop(entry.name)
     carry(staged.files, naming.checkpoint_path(*which), staged, proof, going)
+
+
+class _Having(NamedTuple):
+    """A checkpoint that has a file of the same bytes; None where every file has bytes of its own."""
+
+    step: int
+    identity: FileIdentity | None
+
+
+def unchanged(store: Store, manifest: Manifest) -> dict[str, int]:
+    """For files of a checkpoint that `store` lacks: the step of another one there from which they are to be taken.
+
+    Where several have a file, it is taken from one with other bytes on the disk than the nearest step, so that one damaged
+    byte is not in all of them; and where these are all the same bytes, it is copied once more.
+    """
+    mine, found = _extents_by_file(manifest), dict[str, list[_Having]]()
+    others = [step for step in store.steps(manifest.run) if step != manifest.step]
+    for step in sorted(others, key=lambda step: abs(step - manifest.step))[:LOOKED_AT_MAX]:
+        directory = naming.checkpoint_path(manifest.run, step)
+        try:
+            other, identities = open_checkpoint(store.files, directory).manifest, store.identities(directory)
+        except CheckpointError:  # its own check says what is wrong with it
+            continue
+        theirs = _extents_by_file(other)
+        for file in other.files:
+            if file.name in theirs and file in manifest.files and theirs[file.name] == mine[file.name]:
+                found.setdefault(file.name, []).append(_Having(step, identities.get(file.name)))
+    return {name: source for name, having in found.items() if (source := _source(having)) is not None}
+
+
+def _source(having: Sequence[_Having]) -> int | None:
+    nearest = having[0]
+    if nearest.identity is None or len(having) == 1:
+        return nearest.step
+    return next((one.step for one in having if one.identity is not None and one.identity.id != nearest.identity.id), None)
+
+
+def _extents_by_file(manifest: Manifest) -> dict[str, dict[str, object]]:
+    by_file = verification.tensors_by_file(manifest)
+    return {file: {name: entry.extents for name, entry in tensors.items()} for file, tensors in by_file.items()}

@@ -7,8 +7,6 @@ It runs at idle priority, and reads no faster than its pace. A crash leaves the 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -35,7 +33,7 @@ from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.daemon.copying.compactor import stage_compact
 from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, read_back
 from holdfast_service.daemon.copying.hard_links import stage_again
-from holdfast_service.daemon.writing.priority import give_way
+from holdfast_service.daemon.copying.run_worker import RunWorker
 from holdfast_service.storage import Store
 from holdfast_service.storage.pacing import Pace
 
@@ -43,11 +41,10 @@ log = logging.getLogger(__name__)
 
 AGAIN_S = 600.0  # retry interval after a lack of space or a conflict with a reader: neither is reported when it ends
 FAILED_AGAIN_S = 3600.0  # where the storage failed: all that stays is read again each time
-CLOSE_S = 10.0  # a worker that hangs in a disk is left behind
 
 
 class Thinner:
-    """Thins what is due of the runs passed to it. Its thread starts with the first of them."""
+    """Thins what is due of the runs passed to its `worker`."""
 
     def __init__(
         self,
@@ -61,38 +58,9 @@ class Thinner:
         """`suspect` is called with a damaged checkpoint, which was not thinned. `node` distinguishes nodes of a root."""
         self._store, self._records = store, records
         self._node, self._pace, self._suspect = node, pace, suspect
-        self._changed = threading.Condition()
-        self._due: dict[str, None] = {}
-        self._again: dict[str, float] = {}  # runs that are looked at again, and when
-        self._closed = threading.Event()
-        self._busy = False
         self._refused: set[str] = set()  # what could not be done, of which manifest
         self._told: set[tuple[str, int]] = set()  # whose wait was logged
-        self._thread: threading.Thread | None = None
-
-    def due(self, run: str) -> None:
-        """Look at this run soon; returns at once."""
-        with self._changed:
-            if self._closed.is_set():
-                return
-            self._due[run] = None
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="holdfast-thinner", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-
-    def settle(self, wait_s: float = 30.0) -> bool:
-        """Wait until all due runs were looked at; False after `wait_s`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._busy and not self._due, wait_s)
-
-    def close(self) -> None:
-        """Stop, and wait for that; staged files are removed, or swept at the next start."""
-        with self._changed:
-            self._closed.set()
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
+        self.worker = RunWorker("holdfast-thinner", self._look)
 
     def run_once(self, run: str) -> list[int]:
         """Thin and compact all of a run that is due now, oldest first; returns the steps. A failure does not stop the
@@ -100,7 +68,7 @@ class Thinner:
         """
         done = []
         for due in self._records.due(run):
-            if self._closed.is_set():
+            if self.worker.is_closed:
                 break
             if not self._still(run, due.step, due.small):
                 continue
@@ -117,7 +85,7 @@ class Thinner:
                 self._waits(run, due.step, error)
             except (Conflict, NotFound) as error:  # a reader, a mark or a removal came first
                 log.info("%s@%s stays as it is for now: %s", run, due.step, error.detail)
-                self._try_again(run)
+                self.worker.again(run, AGAIN_S)
         return done
 
     def _waits(self, run: str, step: int, error: CheckpointError) -> None:
@@ -126,12 +94,7 @@ class Thinner:
         if (run, step) not in self._told:
             self._told.add((run, step))
             self._records.waits(run, step, error)
-        self._try_again(run, AGAIN_S if isinstance(error, NoSpace) else FAILED_AGAIN_S)
-
-    def _try_again(self, run: str, after_s: float | None = None) -> None:
-        at = time.monotonic() + (AGAIN_S if after_s is None else after_s)
-        with self._changed:
-            self._again[run] = min(at, self._again.get(run, at))
+        self.worker.again(run, AGAIN_S if isinstance(error, NoSpace) else FAILED_AGAIN_S)
 
     def _still(self, run: str, step: int, small: OptimRule | None) -> bool:
         """Whether it is still due in the same way: earlier ones may have taken hours, and the policy may have changed."""
@@ -170,7 +133,7 @@ class Thinner:
 
     def _staged(self, place: Place, pair: CommittedManifest, small: OptimRule | None) -> Manifest:
         """Stage the checkpoint's replacement; its manifest."""
-        going = CopyControl(self._pace, self._closed.is_set)
+        going = CopyControl(self._pace, lambda: self.worker.is_closed)
         if small is not None:
             return stage_compact(self._store, place, pair, small, going)
         state = self._store.files.read(f"{naming.checkpoint_path(place.run, place.step)}/{naming.STATE}")
@@ -178,38 +141,18 @@ class Thinner:
         stage(self._store, place, thin, going)
         return thin.manifest
 
-    def _loop(self) -> None:
-        give_way()
-        while (run := self._awaited()) is not None:
-            try:
-                self.run_once(run)
-            except CopyStopped:
-                return
-            except NotFound as error:
-                log.info("thinning of %s: %s", run, error.detail)
-            except CheckpointError as error:
-                log.error("thinning of %s: %s", run, error.detail)
-                self._try_again(run)
-            except Exception:
-                log.exception("thinning of %s failed", run)
-
-    def _awaited(self) -> str | None:
-        """The next run to look at; None after this was closed."""
-        with self._changed:
-            self._busy = False
-            self._changed.notify_all()
-            while not self._due and not self._closed.is_set():
-                soonest = min(self._again.values(), default=None)
-                self._changed.wait(None if soonest is None else max(soonest - time.monotonic(), 0))
-                for run in [run for run, at in self._again.items() if at <= time.monotonic()]:
-                    del self._again[run]
-                    self._due[run] = None
-            if self._closed.is_set():
-                return None
-            run = next(iter(self._due))
-            del self._due[run]
-            self._busy = True
-            return run
+    def _look(self, run: str) -> None:
+        try:
+            self.run_once(run)
+        except CopyStopped:  # what is staged is removed, or swept at the next start
+            return
+        except NotFound as error:
+            log.info("thinning of %s: %s", run, error.detail)
+        except CheckpointError as error:
+            log.error("thinning of %s: %s", run, error.detail)
+            self.worker.again(run, AGAIN_S)
+        except Exception:
+            log.exception("thinning of %s failed", run)
 
 
 def stage(store: Store, place: Place, thin: ThinCheckpoint, going: CopyControl) -> None:

@@ -123,6 +123,7 @@ def _of_round(save: bodies.Round, checkpoint: bodies.CheckpointInfo | None) -> d
     ended = None if save.ended is None else stamp(save.ended)
     durable = sum(phases) if phases else None if ended is None else ended - opened
     size = times.bytes if times.bytes is not None else checkpoint.bytes if checkpoint else None
+    size = None if size is None else size - (times.linked_bytes or 0)  # what was written
     return {
         "at": ended or opened,
         "step": save.step,
@@ -145,7 +146,7 @@ def _of_checkpoint(checkpoint: bodies.CheckpointInfo) -> dict[str, Any]:
         "step": checkpoint.step,
         "attempt": checkpoint.attempt,
         "outcome": _standing(checkpoint),
-        "bytes": checkpoint.bytes,
+        "bytes": checkpoint.bytes - checkpoint.shared_bytes,
     }
     return known | nothing | {"metrics": _written(checkpoint)}
 

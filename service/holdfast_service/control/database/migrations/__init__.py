@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Engine, inspect, text
 
 from holdfast_formats.errors import StateMismatch
 
-HEAD = "unreleased_5"  # the newest of versions/; until the first release, every change of `schema` takes the next number
+HEAD = "unreleased_6"  # the newest of versions/; until the first release, every change of `schema` takes the next number
 _UNRELEASED = re.compile(r"\d{4}|unreleased_\d+", re.ASCII)
 _alembic_is_global = threading.Lock()
 _LOCK = 0x686F6C64  # of PostgreSQL's advisory locks; nodes that start at once migrate one after the other

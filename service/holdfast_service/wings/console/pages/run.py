@@ -114,7 +114,7 @@ async def saves(api: Asked, run: str) -> Response:
             "lanes": history.OUTCOMES,
             "marks": history.marks(drawn.items, None if summary.value is None else summary.value.nonfinite),
             "metrics": [one._asdict() for one in history.metrics(drawn.items)],
-            "held": max(run_found.bytes - sum(item.bytes for item in drawn.items), 0),
+            "held": max(run_found.bytes - sum(item.bytes - item.shared_bytes for item in drawn.items), 0),
         },
         headers=HEADERS,
     )

@@ -43,7 +43,7 @@ async def mark(request: Request, api: Asked, run: str, form: Posted) -> Response
         return see(f"{to(run)}", f"{_DONE[act]}-all")
     if len(refused) == len(done) == 1 and refused[0].refused is not None:
         raise refused[0].refused
-    return page(request, "marks.html", run=run, act=_DONE[act], done=done, refused=refused, freed=None)
+    return page(request, "marks.html", run=run, act=_DONE[act], done=done, refused=refused, freed=None, shares=False)
 
 
 def _steps(form: Form) -> list[int]:
@@ -83,16 +83,23 @@ async def _each(steps: Iterable[int], act: Act) -> list[MarkedStep]:
     return done
 
 
+def _own_bytes(checkpoint: bodies.CheckpointInfo | None) -> int:
+    """The bytes that no older checkpoint has."""
+    return 0 if checkpoint is None else checkpoint.bytes - checkpoint.shared_bytes
+
+
 async def _confirm(request: Request, api: ViewerApi, run: str, steps: list[int]) -> Response:
     """The confirmation: removals, freed bytes, and refused ones."""
 
     async def looked_at(step: int) -> MarkedStep:
         checkpoint = await shown(api.get(bodies.CheckpointInfo, at(run, step)))
         tried = await shown(api.request("DELETE", at(run, step), dry_run="true"))
-        return MarkedStep(step, checkpoint.value.bytes if checkpoint.value else 0, checkpoint.error or tried.error)
+        return MarkedStep(step, _own_bytes(checkpoint.value), checkpoint.error or tried.error)
 
     looked = await asyncio.gather(*map(looked_at, steps))
+    listed = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=STEPS_MAX)
+    shares = any(one.shared_bytes for one in listed.items)  # then bytes may pass to checkpoints that stay
     going = [one for one in looked if one.refused is None]
     freed = sum(one.bytes for one in going)
     refused = [one for one in looked if one.refused is not None]
-    return page(request, "marks.html", run=run, act="remove", done=going, refused=refused, freed=freed)
+    return page(request, "marks.html", run=run, act="remove", done=going, refused=refused, freed=freed, shares=shares)
