@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until `gc_tuning.settle`: a start makes many objects, and almost no garbage
+
 import logging
 import os
 import queue
@@ -33,7 +38,10 @@ from holdfast_service.wiring.announcement import announced
 from holdfast_service.wiring.stopping import StopReport
 
 if TYPE_CHECKING:
+    from holdfast_service.api.access.authentication import Policy
     from holdfast_service.api.services import Services
+    from holdfast_service.control.control import Control
+    from holdfast_service.control.jobs.runner import JobRunner
 
 log = logging.getLogger("holdfast_service")
 
@@ -74,12 +82,20 @@ class Activity:
         return time.monotonic() - self._last
 
 
+class Edge(NamedTuple):
+    """What the API serves, and the parts of wings that run."""
+
+    services: Services
+    wings: Mapping[str, RunningWing]
+
+
 class Served(NamedTuple):
     """All that runs; `listener` is of the API, if it is served."""
 
     daemon: Daemon
-    services: Services
-    wings: Mapping[str, RunningWing]
+    control: Control
+    runner: JobRunner
+    edge: Edge | None
     listener: socket.socket | None
 
 
@@ -123,8 +139,6 @@ def main(arguments: list[str] | None = None) -> int:
 @contextmanager
 def _running(config: Config, stop: StopSignal, manager: ServiceManager) -> Iterator[Served]:
     """Run all services. Until the address is announced a signal kills; after that it sets `stop`."""
-    from holdfast_service.api.access import policy
-
     place, root = config.place, config.place.directory
     with ExitStack() as stack:
         shared = is_shared(config.catalog_url)
@@ -136,15 +150,17 @@ def _running(config: Config, stop: StopSignal, manager: ServiceManager) -> Itera
         manager.starting(f"opening the catalog of {place.label}")
         served = assembly.open_root(config, stack)
         manager.starting("taking over saves and memory of an earlier daemon")
-        access = policy.policy(config, listener)
+        access = _policy(config, listener)
         node = assembly.open_node(config, served, url, stack)
-        services = assembly.services(config, served, node, access, stack)
-        wings = assembly.start_wings(config, services, stack)
+        observed = assembly.observe(config, served, node, stack)
+        edge = None if access is None else _edge(config, served, node, observed, access, stack)
         served.control.events.add(
             "daemon-started", f"{config.node} serves {place.label}", pid=os.getpid(), version=__version__
         )
-        if listener is not None and access.tokens:
-            stack.enter_context(policy.announced(config, listener, services.owner))
+        if listener is not None and edge is not None and edge.services.access.tokens:
+            from holdfast_service.api.access.policy import announced as owner_announced
+
+            stack.enter_context(owner_announced(config, listener, edge.services.owner))
         if served.identity.copy_of is not None:
             text = f"{place.label} is a copy of another root and has a new ID from now on"
             log.warning("%s", text)
@@ -156,7 +172,30 @@ def _running(config: Config, stop: StopSignal, manager: ServiceManager) -> Itera
         log.info("serving %s at %s%s", place.label, node.daemon.path, where)
         if url:
             log.info("the dashboard: holdfast open%s", "" if url == DEFAULT_URL else f" --url {url}")
-        yield Served(node.daemon, services, wings, listener)
+        yield Served(node.daemon, served.control, node.runner, edge, listener)
+
+
+def _policy(config: Config, listener: socket.socket | None) -> Policy | None:
+    """The policy of the API; None for a daemon that has neither API nor notifications, as one that a trainer starts: it does
+    without FastAPI, and starts in half the time.
+    """
+    if listener is None and config.notify is None and not config.watch:
+        return None
+    from holdfast_service.api.access import policy
+
+    return policy.policy(config, listener)
+
+
+def _edge(
+    config: Config,
+    root: assembly.ServedRoot,
+    node: assembly.NodeParts,
+    observed: assembly.NodeFacts,
+    access: Policy,
+    stack: ExitStack,
+) -> Edge:
+    services = assembly.services(config, root, node, observed, access)
+    return Edge(services, assembly.start_wings(config, services, stack))
 
 
 def _bind(address: tuple[str, int]) -> socket.socket:
@@ -191,16 +230,16 @@ def _heed_signals(stop: StopSignal) -> None:
 
 def _serve(config: Config, serving: Served, stop: StopSignal, manager: ServiceManager, until_stopped: ExitStack) -> None:
     """Serve until a reason to stop, which is logged; `until_stopped` ends when all is closed."""
-    daemon, services = serving.daemon, serving.services
-    lease = services.control.storage.lease
+    daemon, storage = serving.daemon, serving.control.storage
+    lease = storage.lease
     activity, presence = Activity(), RootPresence(config.place.directory)
     with ExitStack() as stack:
-        if serving.listener is not None:
-            stack.enter_context(_http(serving.listener, serving, activity, stop))
+        if serving.listener is not None and serving.edge is not None:
+            stack.enter_context(_http(serving.listener, serving.edge, activity, stop))
         manager.ready(f"serving {config.place.label}")
         gc_tuning.settle()
         while (reason := stop.wait(IDLE_CHECK_S)) is None:
-            if daemon.busy or services.runner.busy:
+            if daemon.busy or serving.runner.busy:
                 activity.touch()
             daemon.saver.unwritten()  # takes the lock of the saves: a daemon that is stuck with it is not alive
             manager.alive()
@@ -217,18 +256,17 @@ def _serve(config: Config, serving: Served, stop: StopSignal, manager: ServiceMa
                 reason = f"{config.place.directory} is gone"
                 break
         log.info("%s: the daemon stops", reason)
-        traffic = services.control.storage.traffic
-        until_stopped.enter_context(StopReport(manager, daemon.saver.unwritten, traffic))
+        until_stopped.enter_context(StopReport(manager, daemon.saver.unwritten, storage.traffic))
 
 
 @contextmanager
-def _http(listener: socket.socket, serving: Served, activity: Activity, stop: StopSignal) -> Iterator[None]:
+def _http(listener: socket.socket, edge: Edge, activity: Activity, stop: StopSignal) -> Iterator[None]:
     """Run the REST edge in its own thread, so that the main thread stays free for signals."""
     from holdfast_service.api.access.connections import server as bounded
     from holdfast_service.api.app import RestApi
 
-    services = serving.services
-    app = RestApi(services, serving.wings)
+    services = edge.services
+    app = RestApi(services, edge.wings)
 
     async def noticed(scope, receive, send):  # type: ignore[no-untyped-def]
         activity.touch()

@@ -183,6 +183,22 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+_LOADED = """
+import sys
+from holdfast_service.__main__ import main
+
+assert main(sys.argv[1:]) == 0
+print(sorted({"fastapi", "httpx", "jinja2", "holdfast_service.wings.convert.jobs"} & sys.modules.keys()))
+"""
+
+
+def test_a_daemon_without_an_api_starts_without_its_modules(tmp_path: Path) -> None:
+    """Ranks wait for the daemon that a trainer starts: FastAPI, pages and imports cost it half a second."""
+    given = ["--root", str(tmp_path / "root"), "--socket", str(tmp_path / "s.sock"), "--listen", "none"]
+    command = [sys.executable, "-c", _LOADED, *given, "--exit-when-idle", "0.1"]
+    assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=180).stdout == "[]\n"
+
+
 def test_who_knows_where_the_daemon_is_can_end_it(tmp_path: Path) -> None:
     """Before it says where it is it heeds SIGTERM: who sends one as soon as it knows has it end in order."""
     about = tmp_path / "root" / naming.DAEMON_FILE

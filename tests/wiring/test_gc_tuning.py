@@ -31,6 +31,17 @@ def test_what_is_there_is_not_looked_at_again(settled: None) -> None:
     assert gc.get_freeze_count() > len(gc.get_objects())
 
 
+def test_a_start_without_collections_ends_with_them() -> None:
+    before = gc.get_threshold()
+    gc.disable()
+    try:
+        gc_tuning.settle()
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+
+
 def test_a_page_of_objects_is_made_without_a_collection_of_all(settled: None) -> None:
     """As many objects as a page of a thousand rows makes never have everything looked at."""
     before = gc.get_stats()

@@ -35,6 +35,7 @@ from holdfast_service.control.control import Control
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.insight.facts import RunActivity
+from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.summary_queries import POLICY_KNOWN_S, Summaries
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.root_watch import RootWatch
@@ -112,6 +113,13 @@ class NodeParts(NamedTuple):
     on_event: EventCommands | None
     replication: Replication
     keeper: str  # of the memory of staged saves, if the daemon is killed
+
+
+class NodeFacts(NamedTuple):
+    """What this node tells: its description, and the history of its saves."""
+
+    about: Callable[[], bodies.Node]
+    history: RoundHistory
 
 
 def open_root(config: Config, stack: ExitStack) -> ServedRoot:
@@ -291,12 +299,18 @@ def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bo
     return about
 
 
-def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, stack: ExitStack) -> Services:
-    """The services that the HTTP edge uses."""
+def observe(config: Config, root: ServedRoot, node: NodeParts, stack: ExitStack) -> NodeFacts:
+    """Tell other nodes about this one, and trace its saves, until `stack` unwinds."""
+    about = _about(config, root, node)
+    node.others.start(node.saver, about, lambda: node.arena.holders)
+    return NodeFacts(about, watch(config, root.control.catalog.database, stack))
+
+
+def services(config: Config, root: ServedRoot, node: NodeParts, observed: NodeFacts, access: Policy) -> Services:
+    """The services that the HTTP edge and the wings use."""
     from holdfast_service.api.services import Services
 
-    saver, about, control = node.saver, _about(config, root, node), root.control
-    node.others.start(saver, about, lambda: node.arena.holders)
+    saver, control = node.saver, root.control
 
     def lives(runs: Collection[str] | None) -> Mapping[str, RunActivity]:
         return control.lives.by_run(runs, saver.connected.lives())
@@ -309,13 +323,13 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
         control,
         root.place,
         __version__,
-        about,
+        observed.about,
         saver,
         node.arena,
         node.remote,
         node.runner,
         summaries,
-        watch(config, control.catalog.database, stack),
+        observed.history,
         lags,
         replicas={name: one.retry for name, one in node.replication.replicators.items()},
         event_commands=node.on_event,

@@ -11,7 +11,9 @@ THRESHOLDS = (10_000, 10, 10)
 
 
 def settle() -> None:
-    """Call this once the service is complete: objects that live now are never examined by a collection again."""
-    gc.collect()
+    """Call this once the service is complete: objects that live now are never examined by a collection again, nor before:
+    that takes a fifth of a second, in which no rank is answered, and finds next to no garbage.
+    """
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
+    gc.enable()

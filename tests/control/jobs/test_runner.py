@@ -76,6 +76,24 @@ def at_work(database: Database) -> tuple[JobRunner, Job]:
     return runner, job
 
 
+def test_a_kind_is_made_when_a_job_needs_it() -> None:
+    """Not before, and as it is then: its check refuses, and its handler does the job."""
+    made = []
+
+    def refuse(request: Any) -> None:
+        raise InvalidRequest("not this one")
+
+    def make() -> JobKind:
+        made.append(1)
+        return JobKind(lambda job, progress: {"job": job}, refuse)
+
+    kind = JobKind.later(make)
+    assert not made
+    with pytest.raises(InvalidRequest, match="not this one"):
+        kind.check(VERIFY)
+    assert kind.handler("this", None) == {"job": "this"} and made  # type: ignore[arg-type]
+
+
 def test_a_handler_does_its_job(database: Database) -> None:
     """It is handed the job, its progress can be read, and what it returns is the result."""
     seen: list[Job] = []

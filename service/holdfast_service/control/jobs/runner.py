@@ -85,6 +85,11 @@ class JobKind(NamedTuple):
     handler: Handler
     check: Check = lambda request: None
 
+    @classmethod
+    def later(cls, made: Callable[[], JobKind]) -> JobKind:
+        """The kind that `made` returns, called for each job: a daemon starts without the modules that it imports."""
+        return cls(lambda job, progress: made().handler(job, progress), lambda request: made().check(request))
+
 
 class JobRunner:
     """Runs jobs of some kinds, by name. Thread-safe. `begin` is called first in each of its threads."""

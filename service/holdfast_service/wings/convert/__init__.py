@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from holdfast_service.wing import OfflineParts, OwnJob, Wing
@@ -12,9 +13,14 @@ if TYPE_CHECKING:
 
 
 def _jobs(workers: Workers) -> dict[str, JobKind]:
-    from holdfast_service.wings.convert.jobs import jobs  # a module of this package alone imports no service
+    from holdfast_service.control.jobs.runner import JobKind  # a module of this package alone imports no service
 
-    return jobs(workers)
+    def made(kind: str) -> JobKind:
+        from holdfast_service.wings.convert.jobs import jobs
+
+        return jobs(workers)[kind]
+
+    return {kind: JobKind.later(partial(made, kind)) for kind in ("export", "import")}
 
 
 def _offline() -> OfflineParts:

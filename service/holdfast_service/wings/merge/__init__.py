@@ -12,9 +12,14 @@ if TYPE_CHECKING:
 
 
 def _jobs(workers: Workers) -> dict[str, JobKind]:
-    from holdfast_service.wings.merge.merge_jobs import jobs  # a module of this package alone imports no service
+    from holdfast_service.control.jobs.runner import JobKind  # a module of this package alone imports no service
 
-    return jobs(workers)
+    def made() -> JobKind:
+        from holdfast_service.wings.merge.merge_jobs import jobs
+
+        return jobs(workers)["merge"]
+
+    return {"merge": JobKind.later(made)}
 
 
 def _offline() -> OfflineParts:
