@@ -31,9 +31,10 @@ from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.cluster.saving import share_planner
+from holdfast_service.wiring import gc_tuning
 
 NODE = 8  # ranks
-FIRST_S, NEXT_S, BALANCE = 10.0, 0.05, 1.05
+FIRST_S, NEXT_S, BALANCE = 5.0, 0.05, 1.05  # seconds of processor, then of the clock
 GIB = 2**30
 TOP = Path(__file__).parents[1]
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -118,6 +119,7 @@ def said(ranks: tuple[int, ...], world: int, step: int) -> list[SlotTable]:
 
 def measure(case: Case) -> dict[str, Any]:
     """Seconds, bytes and balance."""
+    gc_tuning.settle()  # as the daemon does before it plans
     bodies = list(encoded(case))
     packed = [len(zstandard.compress(body)) for body in bodies]
     digests = [hashlib.sha256(body).hexdigest() for body in bodies]
@@ -172,7 +174,7 @@ def _apart(name: str) -> bool:
     if done.returncode:
         raise SystemExit(done.stderr)
     one: dict[str, Any] = json.loads(done.stdout)
-    missed: bool = one["first_s"] > FIRST_S or one["next_s"] > NEXT_S or one["balance"] > BALANCE
+    missed: bool = one["cpu_s"] > FIRST_S or one["next_s"] > NEXT_S or one["balance"] > BALANCE
     print(
         f"{name:16} {one['tensors']} tensors, {one['boxes']} boxes, {one['declared']:.0f} B a node: decoded in "
         f"{one['decoded_s']:.2f} s, first {one['first_s']:.2f} s ({one['cpu_s']:.2f} s of processor), next "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 from math import prod
 
 import msgspec
@@ -13,10 +14,11 @@ from .region import Box, Shape, byte_box, check_box
 
 NAME_BYTES_MAX = 1024
 DIMENSIONS_MAX = 64
+FORMS_KEPT = 2**12
 RESERVED = "__metadata__"
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+class TensorSpec(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A global tensor: its group, its name (unique in the group), safetensors dtype and shape in elements."""
 
     group: str
@@ -26,12 +28,18 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        return dtypes.nbytes(self.dtype, prod(self.shape), self.name)
+        bits = _form_bits(self.dtype, self.shape)
+        return dtypes.nbytes(self.dtype, prod(self.shape), self.name) if bits % 8 else bits // 8
 
     def check(self) -> None:
         """Refuse what no file could hold."""
         check_name(self.name)
         check_form(self.name, self.dtype, self.shape)
+
+
+@lru_cache(FORMS_KEPT)  # 100 000 tensors have a few hundred forms
+def _form_bits(dtype: str, shape: Shape) -> int:
+    return dtypes.bits(dtype) * prod(shape)
 
 
 def check_names(names: Collection[str]) -> None:
@@ -66,7 +74,7 @@ def check_form(name: str, dtype: str, shape: Shape) -> int:
     return dtypes.nbytes(dtype, prod(shape), name)
 
 
-class StagedFragment(msgspec.Struct, frozen=True, array_like=True):
+class StagedFragment(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A rank's part of a tensor: boxes, and the places of their bytes (row-major) in the rank's slot.
 
     The boxes' bytes follow each other from `slot_offset` on. A flat range is the few boxes of `region.flat_boxes`, so later

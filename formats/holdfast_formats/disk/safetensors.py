@@ -143,22 +143,28 @@ def validate(tensors: Sequence[FileTensor]) -> int:
     names = {tensor.name for tensor in tensors}
     if len(names) != len(tensors) or _METADATA in names or not _is_unicode("".join(names)):
         raise StateMismatch(f"tensor names must be distinct Unicode strings, and none may be {_METADATA!r}")
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}  # there are few forms, each of which is checked once
     end = 0
-    for tensor in tensors:
-        if tensor.dtype not in dtypes.BITS:
-            raise StateMismatch(f"tensor {tensor.name!r}: unknown dtype {tensor.dtype!r}")
-        if any(n < 0 for n in tensor.shape):
-            raise StateMismatch(f"tensor {tensor.name!r}: negative size in shape {list(tensor.shape)}")
-        if tensor.start != end or tensor.stop < tensor.start:
-            raise StateMismatch(f"tensor {tensor.name!r}: bytes [{tensor.start}, {tensor.stop}) do not follow {end}")
-        if prod(tensor.shape) * dtypes.BITS[tensor.dtype] > _SIZE_MAX:
-            raise StateMismatch(f"tensor {tensor.name!r}: shape {list(tensor.shape)} is too large")
-        if tensor.stop - tensor.start != dtypes.nbytes(tensor.dtype, prod(tensor.shape), tensor.name):
-            raise StateMismatch(
-                f"tensor {tensor.name!r}: {tensor.stop - tensor.start} bytes for {tensor.dtype}{list(tensor.shape)}"
-            )
-        end = tensor.stop
+    for name, dtype, shape, start, stop in tensors:
+        size = sizes.get((dtype, shape))
+        if size is None:
+            size = sizes[dtype, shape] = _checked_size(name, dtype, shape)
+        if start != end or stop < start:
+            raise StateMismatch(f"tensor {name!r}: bytes [{start}, {stop}) do not follow {end}")
+        if stop - start != size:
+            raise StateMismatch(f"tensor {name!r}: {stop - start} bytes for {dtype}{list(shape)}")
+        end = stop
     return end
+
+
+def _checked_size(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    if dtype not in dtypes.BITS:
+        raise StateMismatch(f"tensor {name!r}: unknown dtype {dtype!r}")
+    if any(n < 0 for n in shape):
+        raise StateMismatch(f"tensor {name!r}: negative size in shape {list(shape)}")
+    if prod(shape) * dtypes.BITS[dtype] > _SIZE_MAX:
+        raise StateMismatch(f"tensor {name!r}: shape {list(shape)} is too large")
+    return dtypes.nbytes(dtype, prod(shape), name)
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):

@@ -26,7 +26,7 @@ _NUMBER = np.dtype("<i4")  # of a tensor or a box, and how many there are
 _PLACE = np.dtype("<i8")  # in a slot
 
 
-class HeldTensor(msgspec.Struct, frozen=True, array_like=True):
+class HeldTensor(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A tensor of which a rank holds something, with its framework's description."""
 
     spec: TensorSpec
