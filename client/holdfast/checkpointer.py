@@ -482,7 +482,7 @@ class Checkpointer:
             >>> checkpointer.goes_on_from(500)
         """
         self._contents.origin.restored(check_step(step), (), ())
-        self._contents.restored()
+        self._saves.restored()
         if self._averaging is not None:
             self._averaging.goes_on_from(check_step(step))
 
@@ -678,7 +678,7 @@ class Checkpointer:
         self.fence()
         self._hooks.renew()
         self._requests.wait()
-        self._contents.restored()
+        self._saves.restored()
         groups = part.groups
         wanted = tuple(set(groups) - {EMA} if self._averaging else groups) if groups is not None else self._state.groups()
         needed = fallback.needed_groups(wanted, part, needs)
@@ -723,7 +723,7 @@ class Checkpointer:
             self._saves.step_begins()
             self._state.wholeness.check()
             self._preparation.begin_unasked()
-            self.fence()
+            self._saves.fence_step()
 
     def _after_step(self, *given: Any) -> None:
         """The state is consistent again: average it, and do the saves that signal handlers requested during the step."""

@@ -115,9 +115,10 @@ void holdfast_note(const struct copy *copies, size_t count, uint64_t stretch, ui
 }
 
 /* Copy what was noted with this stretch and seed. `changed` says of each whether a noted word was another one once its
-   stretch had been copied: then it has changed before, or while it was copied. */
+   stretch had been copied: then it has changed before, or while it was copied. With `wrote`, stretches that the target has
+   already are read and left as they are; it says of each whether others were written. */
 void holdfast_copy_noted(const struct copy *copies, size_t count, uint64_t stretch, uint64_t seed, const uint64_t *values,
-                         uint8_t *changed)
+                         uint8_t *changed, uint8_t *wrote)
 {
     uint64_t number = 0;
     for (size_t i = 0; i < count; i++) {
@@ -125,17 +126,31 @@ void holdfast_copy_noted(const struct copy *copies, size_t count, uint64_t stret
         const char *source = (const char *)(uintptr_t)copies[i].source;
         uint64_t bytes = copies[i].bytes;
         changed[i] = 0;
+        if (wrote)
+            wrote[i] = 0;
         for (uint64_t begin = 0; begin < bytes; begin += stretch, number++) {
             uint64_t length = bytes - begin < stretch ? bytes - begin : stretch;
-            if (bytes < STREAMED_MIN || length < LINE) /* what is left may not reach the next line */
-                memcpy(target + begin, source + begin, length);
-            else
-                stream(target + begin, source + begin, length);
+            if (!wrote || memcmp(target + begin, source + begin, length)) {
+                if (bytes < STREAMED_MIN || length < LINE) /* what is left may not reach the next line */
+                    memcpy(target + begin, source + begin, length);
+                else
+                    stream(target + begin, source + begin, length);
+                if (wrote)
+                    wrote[i] = 1;
+            }
             __asm__ volatile("" ::: "memory"); /* what is read now is read now */
             changed[i] |= word(source + place(bytes, begin, stretch, seed, number), bytes) != values[number];
         }
     }
     _mm_sfence();
+}
+
+/* Say of each copy whether its target has other bytes than its source. */
+void holdfast_compare(const struct copy *copies, size_t count, uint8_t *differs)
+{
+    for (size_t i = 0; i < count; i++)
+        differs[i] = memcmp((const char *)(uintptr_t)copies[i].target, (const char *)(uintptr_t)copies[i].source,
+                            copies[i].bytes) != 0;
 }
 
 typedef uint64_t digest_of(const void *data, size_t bytes);

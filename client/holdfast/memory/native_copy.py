@@ -9,9 +9,8 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from holdfast_formats import digest
 from holdfast_formats.disk.manifests import Extent
 
 WORD_BYTES = 8
+RARE = 16  # stretches of which one word is compared with the target's
 LIBRARY = Path(__file__).with_name("_native_copy.so")
 
 Array = NDArray[Any]
@@ -33,8 +33,10 @@ def _load() -> Any:
         library.holdfast_copy_one.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         library.holdfast_copy.restype = library.holdfast_copy_one.restype = None
         noted = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p)
-        library.holdfast_note.argtypes, library.holdfast_copy_noted.argtypes = noted, (*noted, ctypes.c_void_p)
-        library.holdfast_note.restype = library.holdfast_copy_noted.restype = None
+        library.holdfast_note.argtypes = noted
+        library.holdfast_copy_noted.argtypes = (*noted, ctypes.c_void_p, ctypes.c_void_p)
+        library.holdfast_compare.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        library.holdfast_note.restype = library.holdfast_copy_noted.restype = library.holdfast_compare.restype = None
         library.holdfast_prove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         library.holdfast_prove_file.argtypes = (ctypes.c_int, ctypes.c_int64, *library.holdfast_prove.argtypes[1:])
         library.holdfast_digest.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
@@ -76,7 +78,7 @@ class PairCopies:
         """Raises `ValueError` for a pair that is not plain."""
         if not all(is_plain(*pair) for pair in pairs):
             raise ValueError("only plain arrays are copied by their bytes")
-        self._pairs = pairs
+        self.pairs = pairs
         self.table = np.array([(t.ctypes.data, s.ctypes.data, t.nbytes) for t, s in pairs], np.uint64).reshape(-1, 3)
 
     def do(self) -> None:
@@ -84,7 +86,7 @@ class PairCopies:
         if _library is not None:
             _library.holdfast_copy(self.table.ctypes.data, len(self.table))
             return
-        for target, source in self._pairs:
+        for target, source in self.pairs:
             np.copyto(target, source)
 
 
@@ -111,6 +113,15 @@ def digests(boxes: NDArray[np.uint64], native: int, step: int | None) -> NDArray
     return values
 
 
+class CopyOutcome(NamedTuple):
+    """Of each source: whether it differs from the recorded words, each compared after its stretch was copied; and whether
+    its target had other bytes, or was not looked at.
+    """
+
+    changed: NDArray[np.bool_]
+    wrote: NDArray[np.bool_]
+
+
 class Noted:
     """Pairs of a target and a source: words of the sources are recorded first, and all is copied later.
 
@@ -122,11 +133,11 @@ class Noted:
         """`stretch` is in bytes, a multiple of eight. Raises `ValueError` for a pair that is not plain."""
         self.stretch = stretch
         self._copies = PairCopies(pairs)
-        self._octets = [source.reshape(-1).view(np.uint8) for _, source in pairs]
+        self.octets = [source.reshape(-1).view(np.uint8) for _, source in pairs]
         self._seed = 0
-        self.words = sum(-(-len(octets) // stretch) for octets in self._octets)
+        self.words = sum(-(-len(octets) // stretch) for octets in self.octets)
         self._values = np.empty(0, np.uint64)
-        self._changed = np.zeros(len(pairs), np.uint8)
+        self._changed, self._wrote = np.zeros(len(pairs), np.uint8), np.zeros(len(pairs), np.uint8)
 
     @property
     def table(self) -> NDArray[np.uint64]:
@@ -136,35 +147,40 @@ class Noted:
     def noted(self, seed: int, values: NDArray[np.uint64] | None) -> None:
         """Record the present words of the sources; without `values` they are read here."""
         self._seed = seed
-        self._values = self._read() if values is None else values
+        self._values = _words(self.octets, self.stretch, seed) if values is None else values
 
-    def copy(self) -> NDArray[np.bool_]:
-        """Copy all, without the GIL; return which sources differ from the recorded words, each compared after its stretch
-        was copied.
-        """
-        if _library is None:
-            self._copies.do()
-            different = self._values != self._read()
-            ends = np.cumsum([-(-len(octets) // self.stretch) for octets in self._octets])
-            parts = np.split(different, ends[:-1]) if len(ends) else []
-            return np.array([part.any() for part in parts], np.bool_)
+    def copy(self, renew: bool = False) -> CopyOutcome:
+        """Copy all, without the GIL. With `renew`, stretches whose target has the same bytes are not written."""
         table, values = self._copies.table, self._values.ctypes.data
-        changed = self._changed
-        _library.holdfast_copy_noted(table.ctypes.data, len(table), self.stretch, self._seed, values, changed.ctypes.data)
-        return changed.astype(np.bool_)
+        changed, wrote = self._changed, self._wrote
+        wrote[:] = 1
+        if _library is not None:
+            said = wrote.ctypes.data if renew else None
+            _library.holdfast_copy_noted(
+                table.ctypes.data, len(table), self.stretch, self._seed, values, changed.ctypes.data, said
+            )
+        else:
+            for number, (target, octets) in enumerate(zip(self.targets(), self.octets, strict=True)):
+                if renew and np.array_equal(target, octets):
+                    wrote[number] = 0
+                else:
+                    np.copyto(target, octets)
+            different = self._values != _words(self.octets, self.stretch, self._seed)
+            ends = np.cumsum([-(-len(octets) // self.stretch) for octets in self.octets])
+            changed[:] = [part.any() for part in np.split(different, ends[:-1])] if len(ends) else []
+        return CopyOutcome(changed.astype(np.bool_), wrote.astype(np.bool_))
 
-    def _read(self) -> NDArray[np.uint64]:
-        found, number = [np.empty(0, np.uint64)], 0
-        for octets in self._octets:
-            at = places(len(octets), self.stretch, self._seed, number)
-            number += len(at)
-            if len(octets) < WORD_BYTES:
-                word = int.from_bytes(octets.tobytes(), "little")
-                found.append(np.full(len(at), word, np.uint64))
-            else:
-                words = octets[at[:, None].astype(np.int64) + np.arange(WORD_BYTES)]
-                found.append(np.ascontiguousarray(words).view("<u8").reshape(-1))
-        return np.concatenate(found)
+    def differing(self) -> NDArray[np.bool_]:
+        """Which targets have other bytes than their sources now. Nothing is copied."""
+        if _library is None:
+            return np.array([not np.array_equal(*pair) for pair in zip(self.targets(), self.octets, strict=True)], np.bool_)
+        differs = np.empty(len(self.table), np.uint8)
+        _library.holdfast_compare(self.table.ctypes.data, len(self.table), differs.ctypes.data)
+        return differs.astype(np.bool_)
+
+    def targets(self) -> list[NDArray[np.uint8]]:
+        """The bytes of the targets; `octets` are those of the sources."""
+        return [target.reshape(-1).view(np.uint8) for target, _ in self._copies.pairs]
 
 
 def note(parts: Sequence[Noted], seed: int) -> None:
@@ -173,14 +189,49 @@ def note(parts: Sequence[Noted], seed: int) -> None:
     Each word is on a page of its own, which is in no cache. One call that requests many of them at a time, across the
     borders of parts, takes half to two thirds of the time of one call per part.
     """
-    ends = list(accumulate(part.words for part in parts))
-    values = None
-    if _library is not None and parts:
-        table, values = np.concatenate([part.table for part in parts]), np.empty(ends[-1], np.uint64)
-        _library.holdfast_note(table.ctypes.data, len(table), parts[0].stretch, seed, values.ctypes.data)
-    for part, end in zip(parts, ends, strict=True):
-        begin = end - part.words
+    begin = 0
+    values = _noted(parts, parts[0].stretch, seed, _SOURCE) if parts and _library is not None else None
+    for part in parts:
+        end = begin + part.words
         part.noted(seed + begin, None if values is None else values[begin:end])
+        begin = end
+
+
+def alike(parts: Sequence[Noted], seed: int) -> list[bool]:
+    """Of each part, whether its targets have the same words as its sources, as far as a few are looked at."""
+    if not parts:
+        return []
+    stretch = RARE * max(part.stretch for part in parts)
+    if _library is None:
+        return [bool((_words(part.targets(), stretch, seed) == _words(part.octets, stretch, seed)).all()) for part in parts]
+    same = _noted(parts, stretch, seed, _SOURCE) == _noted(parts, stretch, seed, _TARGET)
+    words = [sum(-(-len(octets) // stretch) for octets in part.octets) for part in parts]
+    return [bool(part.all()) for part in np.split(same, np.cumsum(words)[:-1])]
+
+
+_TARGET, _SOURCE = [1, 0, 2], [0, 1, 2]  # which column of a table is read
+
+
+def _noted(parts: Sequence[Noted], stretch: int, seed: int, columns: list[int]) -> NDArray[np.uint64]:
+    table = np.ascontiguousarray(np.concatenate([part.table for part in parts])[:, columns])
+    values = np.empty(int((-(-table[:, 2].astype(np.int64) // stretch)).sum()), np.uint64)
+    _library.holdfast_note(table.ctypes.data, len(table), stretch, seed, values.ctypes.data)
+    return values
+
+
+def _words(arrays: Sequence[NDArray[np.uint8]], stretch: int, seed: int) -> NDArray[np.uint64]:
+    """The word of each stretch of these bytes."""
+    found, number = [np.empty(0, np.uint64)], 0
+    for octets in arrays:
+        at = places(len(octets), stretch, seed, number)
+        number += len(at)
+        if len(octets) < WORD_BYTES:
+            word = int.from_bytes(octets.tobytes(), "little")
+            found.append(np.full(len(at), word, np.uint64))
+        else:
+            words = octets[at[:, None].astype(np.int64) + np.arange(WORD_BYTES)]
+            found.append(np.ascontiguousarray(words).view("<u8").reshape(-1))
+    return np.concatenate(found)
 
 
 def places(size: int, stretch: int, seed: int, number: int) -> NDArray[np.uint64]:

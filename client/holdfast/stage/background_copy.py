@@ -7,12 +7,17 @@ Autograd's version counters show what torch itself wrote. Other writes (fused op
 also sparse ones) are detected by samples: one word of every 512 bytes to 32 KiB is read in `save()`, at a place that is
 drawn again for each save, and again as soon as the stretch around it has been copied. With `full`, digests of all bytes are
 compared.
+
+Frozen tensors are compared with what the slot has, and only what differs is written. If all of it was there the last time,
+torch has not written to the tensors since, and words of tensors and slot are equal, then the slot has them already: a
+comparison of all bytes comes last, and a step of an optimizer does not wait for it. A difference fails the save.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from operator import length_hint
 from typing import Any, NamedTuple, Protocol
@@ -54,27 +59,63 @@ class Turn(Protocol):
         """Run on a background thread."""
 
 
+class Lateness:
+    """Whether an optimizer step may come before the comparison of frozen tensors. One that differs ends that for good."""
+
+    def __init__(self) -> None:
+        self.allowed = True
+
+
 class Track:
     """Moves that are copied together and compared before and after, with the views needed for this.
 
-    A track is made once and used by every save, by one save at a time.
+    A track is made once and used by every save, by one save at a time. With `lateness`, the tensors are frozen.
     """
 
-    def __init__(self, moves: Sequence[Move], stretch: int) -> None:
+    def __init__(self, moves: Sequence[Move], stretch: int, lateness: Lateness | None = None) -> None:
         pairs = [(move, (move.target.numpy(), move.source.numpy())) for move in moves]
         plain = [(move, pair) for move, pair in pairs if native_copy.is_plain(*pair)]
         other = [(move, pair) for move, pair in pairs if not native_copy.is_plain(*pair)]
         self.moves = [move for move, _ in (*plain, *other)]
         self.plain = native_copy.Noted([pair for _, pair in plain], stretch)
         self._other = [_Strided(*pair, stretch) for _, pair in other]
+        self._lateness = lateness
+        self._kept: list[int] | None = None  # the versions that were found in the slot
+
+    @property
+    def versions(self) -> list[int]:
+        """torch's write counters of the tensors."""
+        return [version(move.source) for move in self.moves]
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether the last copy found everything in the slot, and torch has not written to the tensors since."""
+        return self._lateness is not None and self._lateness.allowed and self._kept == self.versions
+
+    def forget(self) -> None:
+        """Slot or tensors have other bytes than at the last save."""
+        self._kept = None
 
     def note_other(self, seed: int) -> None:
         for number, other in enumerate(self._other):
             other.note(seed + number)
 
-    def copy(self) -> list[bool]:
-        """Copy everything, with one core; return for each move whether its source is seen to differ from what was noted."""
-        return [*self.plain.copy().tolist(), *(other.copy() for other in self._other)]
+    def copy(self, versions: list[int]) -> list[bool]:
+        """Copy everything, with one core; return for each move whether its source is seen to differ from what was noted,
+        when it had these versions.
+        """
+        plain = self.plain.copy(renew=self._lateness is not None)
+        self._kept = None if self._other or plain.wrote.any() else versions
+        return [*plain.changed.tolist(), *(other.copy() for other in self._other)]
+
+    def compare(self) -> None:
+        """Raise `TornSnapshot` with the names of tensors that are not in the slot."""
+        differing = self.plain.differing().tolist()
+        if any(differing):
+            assert self._lateness is not None
+            self._lateness.allowed, self._kept = False, None
+            names = [move.name for move, differs in zip(self.moves, differing, strict=True) if differs]
+            raise torn(list(dict.fromkeys(names)), "since the save before, perhaps while this one was being compared")
 
     def digests(self, live: bool) -> list[int]:
         """Return a digest for each move, of all bytes in live memory or of the copied bytes."""
@@ -116,14 +157,14 @@ class _Batch:
     def __init__(self, track: Track, seed: int, full: bool) -> None:
         """Record the version of every tensor, and with `full` a digest of all its bytes."""
         self._track = track
-        self._versions = [version(move.source) for move in track.moves]
+        self._versions = track.versions
         self._digests = track.digests(live=True) if full else None
         track.note_other(seed)
 
     def do(self) -> None:
         """Copy; raise `TornSnapshot` with tensor names if the copy differs from the state at the call of `save()`."""
-        changed = self._track.copy()
-        versions = [version(move.source) for move in self._track.moves]
+        changed = self._track.copy(self._versions)
+        versions = self._track.versions
         if versions == self._versions and not any(changed) and self._digests is None:
             return
         copied = self._digests if self._digests is None else self._track.digests(live=False)
@@ -133,7 +174,17 @@ class _Batch:
             if changed[number] or versions[number] != self._versions[number] or other:
                 names[move.name] = None
         if names:
+            self._track.forget()
             raise torn(list(names))
+
+
+class _Comparison(NamedTuple):
+    """The comparison of one frozen track with the slot, for one save."""
+
+    track: Track
+
+    def do(self) -> None:
+        self.track.compare()
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -141,9 +192,26 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def torn(names: list[str]) -> TornSnapshot:
+def torn(names: list[str], when: str = "while the save was being copied") -> TornSnapshot:
     """The error for tensors that changed between `save()` and the end of their copy."""
-    return TornSnapshot(f"{', '.join(names[:5])} changed while the save was being copied", hint=_HINT, tensors=names)
+    return TornSnapshot(f"{', '.join(names[:5])} changed {when}", hint=_HINT, tensors=names)
+
+
+class _Part:
+    """Some turns of a copy: a thread takes the next one, or notes a result, in one step, so no lock is needed."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._count = len(turns)
+        self.left = iter(turns)
+        self._ended: list[None] = []
+        self.done = Latch()
+        if not turns:
+            self.done.set()
+
+    def end_one(self) -> None:
+        self._ended.append(None)
+        if len(self._ended) == self._count:
+            self.done.set()
 
 
 class BackgroundCopy:
@@ -155,24 +223,24 @@ class BackgroundCopy:
         on_end: Callable[[CheckpointError | None], None],
         before: Sequence[Turn] = (),
         full: bool = False,
+        late: bool = False,
     ) -> None:
         """Record the state of every tensor, with `full` all bytes. `on_end` is called once, in the background thread;
-        the turns in `before` run first.
+        the turns in `before` run first. With `late`, frozen tensors that are in the slot already may come after a step.
         """
         seed = int.from_bytes(os.urandom(7), "little")  # not torch's generator: that would change the user's random streams
-        batches: list[Turn] = [*before]
-        batches += (_Batch(track, seed + (number << 20), full) for number, track in enumerate(tracks))
-        for stretch in {track.plain.stretch for track in tracks}:
-            native_copy.note([track.plain for track in tracks if track.plain.stretch == stretch], seed)
-        self._count = len(batches)
-        self._left = iter(batches)  # a thread takes the next one, or notes a result, in one step: no lock is needed
-        self._done: list[CheckpointError | None] = []
+        waiting = [track for track in tracks if late and not full and track.may_be_late]
+        alike = zip(waiting, native_copy.alike([track.plain for track in waiting], seed), strict=True)
+        compared = {id(track): track for track, same in alike if same}
+        copied = [track for track in tracks if id(track) not in compared]
+        batches = [_Batch(track, seed + (number << 20), full) for number, track in enumerate(copied)]
+        for stretch in {track.plain.stretch for track in copied}:
+            native_copy.note([track.plain for track in copied if track.plain.stretch == stretch], seed)
+        self._first, self._late = _Part([*before, *batches]), _Part(list(map(_Comparison, compared.values())))
         self._errors: list[CheckpointError] = []
         self._on_end = on_end
         self._started: dict[str, object] = {}
-        self._copied, self.ended = Latch(), Latch()
-        if not batches:
-            self._copied.set()
+        self.ended = Latch()
 
     def start(self) -> None:
         """Start the copy; later calls do nothing."""
@@ -184,9 +252,16 @@ class BackgroundCopy:
         Only other threads copy, with all cores. If this thread copied too, a signal handler that interrupts it and
         fences would wait for a batch that cannot continue before the handler returns.
         """
-        for _ in range(self._helpers()):
-            own_threads.start(self._drain, "holdfast-fence")
-        self._copied.wait()
+        self._wait(self._first, self._late)
+
+    def fence_step(self, stay: Callable[[], bool]) -> None:
+        """Return when the save no longer reads what a step of an optimizer changes. Frozen tensors may be left, if they
+        `stay` frozen.
+        """
+        if self._late.done.is_set() or stay():
+            self._wait(self._first)
+        else:
+            self.fence()
 
     def join(self, timeout: float | None = None) -> bool:
         """Fence, then wait until `on_end` has returned. Return whether it has, within `timeout` seconds."""
@@ -198,45 +273,50 @@ class BackgroundCopy:
         if self._started.setdefault("by", mine) is not mine:
             return
         try:
-            self._drain()
-            self._copied.wait()
+            self._drain(self._first, self._late)
+            self._first.done.wait()
+            self._late.done.wait()
             self._on_end(self._errors[0] if self._errors else None)
         finally:
             self._on_end = _heard  # else both kept each other, and the save's whole state, until Python looks for circles
             self.ended.set()
 
-    def _helpers(self) -> int:
-        """As many as torch computes with, at most one for each batch."""
-        return min(torch.get_num_threads(), HELPERS_MAX + 1, length_hint(self._left))
+    def _wait(self, *parts: _Part) -> None:
+        left = sum(length_hint(part.left) for part in parts)
+        for _ in range(min(torch.get_num_threads(), HELPERS_MAX + 1, left)):  # as many as torch computes with
+            own_threads.start(partial(self._drain, *parts), "holdfast-fence")
+        for part in parts:
+            part.done.wait()
 
-    def _drain(self) -> None:
+    def _drain(self, *parts: _Part) -> None:
         with own_threads.computing():
-            for batch in self._left:
-                self._do(batch)
+            for part in parts:
+                for turn in part.left:
+                    self._do(turn)
+                    part.end_one()
 
-    def _do(self, batch: Turn) -> None:
+    def _do(self, turn: Turn) -> None:
         error: CheckpointError | None = None
         try:
             if not self._errors:
                 with torch.no_grad():
-                    batch.do()
+                    turn.do()
         except CheckpointError as torn:
             error = torn
         except Exception as unforeseen:
             error = CheckpointError(f"the background copy failed unexpectedly: {unforeseen!r}")
         if error is not None:
             self._errors.append(error)
-        self._done.append(error)
-        if len(self._done) == self._count:
-            self._copied.set()
 
 
 def _heard(error: CheckpointError | None) -> None:
     """Replaces `on_end` after it has been called."""
 
 
-def lay_tracks(moves: Sequence[Move]) -> list[Track]:
-    """Cut moves into tracks of some 8 MiB, or of many small tensors, in order. Larger moves are cut as well."""
+def lay_tracks(moves: Sequence[Move], lateness: Lateness | None = None) -> list[Track]:
+    """Cut moves into tracks of some 8 MiB, or of many small tensors, in order. Larger moves are cut as well. With
+    `lateness`, they are of frozen tensors.
+    """
     cut: list[list[Move]] = []
     room = 0
     for move in chain.from_iterable(map(_parts, moves)):
@@ -247,7 +327,7 @@ def lay_tracks(moves: Sequence[Move]) -> list[Track]:
         cut[-1].append(move)
         room -= size
     stretch = stretch_of(sum(move.nbytes for move in moves))
-    return [Track(part, stretch) for part in cut]
+    return [Track(part, stretch, lateness) for part in cut]
 
 
 def stretch_of(nbytes: int) -> int:

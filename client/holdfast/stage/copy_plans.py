@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.stage import cuda_copy, staging
-from holdfast.stage.background_copy import Move, Track, lay_tracks
+from holdfast.stage.background_copy import Lateness, Move, Track, lay_tracks
 from holdfast.stage.cuda_copy import DeviceLoad, Lane, SideStream
 from holdfast.stage.slots import Slot, Slots
 from holdfast.stage.staging import ALIGNMENT_BYTES, Copy, SlotLayout
@@ -46,6 +46,11 @@ class CopyPlan(NamedTuple):
             parcel.copy()
         _copy(self.at_once)
 
+    def forget(self) -> None:
+        """Slot or tensors have other bytes than at the last save."""
+        for track in self.tracks:
+            track.forget()
+
 
 NO_PLAN = CopyPlan((), (), (), ())
 
@@ -62,11 +67,17 @@ class CopyPlans:
     def __init__(self) -> None:
         self._slots: object = None
         self._laid: dict[int, tuple[Sequence[Copy], CopyPlan]] = {}
+        self._emptied: dict[int, int] = {}  # how often each slot had lost its memory at the last save
         self._sides: dict[torch.device, SideStream] = {}
+        self._lateness = Lateness()
 
     def into(self, slot: Slot, layout: SlotLayout) -> CopyPlan:
         """The plan of this layout for this slot."""
-        return self._into(slot.slots, slot.index, slot.data, layout)
+        plan, emptied = self._into(slot.slots, slot.index, slot.data, layout), slot.slots.emptied(slot.index)
+        if self._emptied.get(slot.index, emptied) != emptied:
+            plan.forget()
+        self._emptied[slot.index] = emptied
+        return plan
 
     def onto(self, home: object, data: memoryview, copies: Sequence[Copy]) -> CopyPlan:
         """The plan of these copies into memory outside `Slots`; `home` is its key."""
@@ -78,10 +89,16 @@ class CopyPlans:
             for index in range(slots.geometry.slots):
                 self._into(slots, index, slots.data(index), layout)
 
+    def forget(self) -> None:
+        """The tensors have other bytes now, as after a restore."""
+        for _, plan in self._laid.values():
+            plan.forget()
+
     def _into(self, slots: object, index: int, data: memoryview, layout: SlotLayout) -> CopyPlan:
         if slots is not self._slots:
             self._slots = slots
             self._laid.clear()
+            self._emptied.clear()
         steady, rest = layout.copies[: layout.steady], layout.copies[layout.steady :]
         before, plan = self._laid.get(index, ((), NO_PLAN))
         if len(before) != len(steady) or not all(map(is_, before, steady)):
@@ -97,16 +114,20 @@ class CopyPlans:
 
     def _lay(self, copies: Sequence[Copy], data: memoryview) -> CopyPlan:
         loads: dict[torch.device | None, DeviceLoad] = defaultdict(lambda: DeviceLoad([], [], []))
+        frozen: list[Move] = []
         for copy, move in staging.place(copies, data):
             home = move.source.device
             load = loads[home if home.type in cuda_copy.KINDS else None]
             if home.type in ("cpu", *cuda_copy.KINDS) and _is_small(move):
                 load.small.append((copy.slot_offset, move))
+            elif copy.frozen and not copy.restless and home.type == "cpu":
+                frozen.append(move)
             else:
                 (load.at_once if copy.restless else load.behind).append(move)
         small, at_once, watched = loads.pop(None, DeviceLoad([], [], []))
         lanes = [Lane(self._side(home), load, data) for home, load in loads.items() if home is not None]
-        return CopyPlan(tuple(_pack(small, data)), tuple(at_once), tuple(lay_tracks(watched)), tuple(lanes))
+        tracks = (*lay_tracks(watched), *lay_tracks(frozen, self._lateness))
+        return CopyPlan(tuple(_pack(small, data)), tuple(at_once), tracks, tuple(lanes))
 
     def _side(self, home: torch.device) -> SideStream:
         """The side stream of a device, shared by all saves of this checkpointer: each save is enqueued whole."""

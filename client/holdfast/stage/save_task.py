@@ -12,6 +12,7 @@ from holdfast.stage.copy_plans import CopyPlan, CopyPlans
 from holdfast.stage.replica_claims import Statement
 from holdfast.stage.slots import Slot
 from holdfast.stage.staging import AveragePart, SlotLayout
+from holdfast.state.frozen import NO_GRADIENTS, GradientNotes
 from holdfast.threads import at_exit, own_threads
 from holdfast.threads.latch import Latch
 from holdfast.tickets import SaveTicket, Tickets
@@ -39,6 +40,7 @@ class Sealable(NamedTuple):
     still: Callable[[], None] = lambda: None
     average: AveragePart | None = None
     after: Latch | None = None  # set once the daemon can see every update of the average that came before the save
+    gradients: GradientNotes = NO_GRADIENTS  # of the moment of the save
 
     def seal(self) -> str:
         """Complete the slot's table after the copy, and seal the slot. Returns its digest for the daemon."""
@@ -77,7 +79,7 @@ class SaveTask:
                 self._devices.append(cuda_copy.DeviceCopy(lane))
                 self._devices[-1].begin(self._part.full)
             plan.copy_at_once()
-            copy = BackgroundCopy(plan.tracks, self._end, self._devices, self._part.full)
+            copy = BackgroundCopy(plan.tracks, self._end, self._devices, self._part.full, late=not waited)
             self._part.still()
         except BaseException as error:
             for copying in self._devices:
@@ -106,14 +108,24 @@ class SaveTask:
             for copy in self._devices:
                 copy.fence()
 
-    def held(self, seconds: float, last: bool = False) -> None:
-        """Add to the time that this save stalled training. With `last`, the sum is sent to the daemon, once."""
+    def fence_step(self) -> None:
+        """The same for what a step of an optimizer changes. Frozen tensors may be left, if they are still frozen."""
+        if self._copy is not None:
+            self._copy.fence_step(self._part.gradients.as_noted)
+            for copy in self._devices:
+                copy.fence()
+
+    def held(self, seconds: float, last: bool = False) -> bool:
+        """Add to the time that this save stalled training. With `last`, the sum is sent to the daemon, once; False if it
+        was before.
+        """
         if self._told:
-            return
+            return False
         self._stalled_s += seconds
         if last:
             self._told = True
             self._part.slot.measured(self._stalled_s)
+        return True
 
     def see_through(self, until: Until) -> None:
         if self._copy is not None:

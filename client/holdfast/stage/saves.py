@@ -99,14 +99,11 @@ class Saves:
 
     def fence(self) -> None:
         """Return when neither the last save nor the last update of the average reads the live state."""
-        fenced: SaveTask | None = None
-        while (task := self._last) is not fenced and task is not None:  # a signal handler may begin another one
-            began = time.monotonic()
-            task.fence()
-            task.held(time.monotonic() - began, last=True)
-            fenced = task
-        if self._averaging is not None:
-            self._averaging.fence()
+        self._fence(SaveTask.fence)
+
+    def fence_step(self) -> None:
+        """Return when neither reads what a step of the state's optimizers changes. Frozen tensors may still be read."""
+        self._fence(SaveTask.fence_step)
 
     def step_begins(self) -> None:
         """Hook before each step of an optimizer in the state."""
@@ -115,6 +112,11 @@ class Saves:
     def step_ends(self) -> None:
         """Hook after each step of an optimizer in the state."""
         self._other_steps.ends()
+
+    def restored(self) -> None:
+        """The state is another one: compare weights and masters again, and everything with the slots."""
+        self._contents.restored()
+        self._copy_plans.forget()
 
     def room_for(self, need: Need) -> Slots:
         """Reserve the memory for saves that need so much. Connects first, and starts a daemon where there is none."""
@@ -149,6 +151,19 @@ class Saves:
         except DeadlineExceeded as silent:
             rank.tickets.lost(silent)
 
+    def _fence(self, wait: Callable[[SaveTask], None]) -> float:
+        """Returns the seconds that no save has told the daemon of."""
+        fenced, untold = None, 0.0
+        while (task := self._last) is not fenced and task is not None:  # a signal handler may begin another one
+            began = time.monotonic()
+            wait(task)
+            seconds = time.monotonic() - began
+            untold += 0.0 if task.held(seconds, last=True) else seconds
+            fenced = task
+        if self._averaging is not None:
+            self._averaging.fence()
+        return untold
+
     def _begin(self, asked: SaveRequest) -> SaveTask | None:
         return self._rank.calls.run_between_steps(
             "save()", lambda: self._save(asked), lambda during: self._put_off(asked, during)
@@ -164,7 +179,7 @@ class Saves:
         """Begin a save; None if it has ended already, as its ticket states."""
         rank, ticket = self._rank, asked.ticket
         rank.calls.refuse_if_closed()
-        self.fence()
+        untold = self._fence(SaveTask.fence)
         began, moment = time.monotonic(), self._other_steps.between()
         rank.tickets.warn()
         self.warn_of_lacking()
@@ -184,7 +199,7 @@ class Saves:
         if self._averaging is not None:
             self._averaging.saving(task)
         task.begin(waited=asked.wait is not None)
-        task.held(time.monotonic() - began)
+        task.held(time.monotonic() - began + untold)
         return task
 
     def _see_through(self, task: SaveTask, asked: SaveRequest, wait: Wait) -> None:
@@ -232,7 +247,18 @@ class Saves:
             slot = rank.requests.run(lease, silence, self._give_back, lambda: self._withdraw(ticket.step), wait_s)
             rank.tickets.leaves_out(ticket.step, asked.exclude)
         masters = self._contents.check_masters
-        sealed = Sealable(slot, part.layout, part.table, part.says, asked.full, masters, still, part.average, part.after)
+        sealed = Sealable(
+            slot,
+            part.layout,
+            part.table,
+            part.says,
+            full=asked.full,
+            check=masters,
+            still=still,
+            average=part.average,
+            after=part.after,
+            gradients=rank.state.gradients,
+        )
         return SaveTask(ticket, sealed, rank.tickets, self._copy_plans)
 
     def _withdraw(self, step: int) -> None:

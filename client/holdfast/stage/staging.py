@@ -30,12 +30,15 @@ LONG_BYTES_MIN = 2**18  # for longer fragments the place in a page matters, and 
 
 
 class Copy(NamedTuple):
-    """One copy into the slot: a live view, the first byte of its place, and whether training may change it at any time."""
+    """One copy into the slot: a live view, the first byte of its place, whether training may change it at any time, and
+    whether its bytes are expected to stay.
+    """
 
     name: str
     tensor: torch.Tensor
     slot_offset: int
     restless: bool
+    frozen: bool = False
 
 
 class Mark(NamedTuple):
@@ -108,8 +111,9 @@ def lay_out(
         boxes = tuple(piece.box for piece in leaf.pieces)
         fragments.append(StagedFragment(spec, boxes, end, leaf.placement, leaf.rounded_from, leaf.frozen))
         encoded.append(slot_table.encode_fragment(fragments[-1]))
+        stays = leaf.frozen and leaf.group != EMA  # an average is written at each update, even with what it is
         for piece in leaf.pieces:
-            copies.append(Copy(leaf.path, piece.tensor, end, not settled(leaf, piece)))
+            copies.append(Copy(leaf.path, piece.tensor, end, not settled(leaf, piece), stays))
             end += piece.tensor.numel() * piece.tensor.element_size()
         marks.append(Mark(len(copies), end))
     blobs = []

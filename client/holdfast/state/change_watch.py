@@ -58,7 +58,6 @@ class ChangeWatch:
         self._fragments: list[tuple[Fragment, tuple[Any, ...]]] = []
         self._wrappers: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
         self._forms = _Forms(())
-        self._trained: tuple[list[torch.Tensor], list[bool]] = [], []  # tensors, and whether they require gradients
 
     def unchanged(self) -> bool:
         """Whether a new walk would find the identical tensors at the same places."""
@@ -84,7 +83,6 @@ class ChangeWatch:
             and all(tensor._local_tensor is local and tensor._spec is spec for tensor, local, spec in self._sharded)
             and all(all(map(is_, _place(fragment), before)) for fragment, before in self._fragments)
             and all(all(map(is_, _inside(wrapper), before)) for wrapper, before in self._wrappers)
-            and [tensor.requires_grad for tensor in self._trained[0]] == self._trained[1]
             and self._forms.unchanged
         )
 
@@ -162,11 +160,6 @@ class ChangeWatch:
             else:
                 memory.append(part)
         self._forms = _Forms(memory)
-
-    def see_trained(self, tensors: Iterable[Storable]) -> None:
-        """Record which tensors require gradients. Call it once, with all of them."""
-        held = [part.held if isinstance(part, Fragment) else part for value in tensors for part in parts_of(value)]
-        self._trained = held, [tensor.requires_grad for tensor in held]
 
 
 def _inside(wrapper: torch.Tensor) -> tuple[torch.Tensor, ...]:

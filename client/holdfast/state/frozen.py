@@ -7,6 +7,7 @@ with what they replace, and files by their digests.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -49,6 +50,26 @@ def keys(named: Sequence[NamedTensors], optimizers: Sequence[OptimizerEntry]) ->
     return frozenset(key for key, value in found.items() if not any(map(spans.meet, _spans(value))))
 
 
+class GradientNotes(NamedTuple):
+    """Which tensors required a gradient."""
+
+    tensors: tuple[torch.Tensor, ...]
+    required: list[bool]
+
+    def as_noted(self) -> bool:
+        """Whether the same do now."""
+        return [tensor.requires_grad for tensor in self.tensors] == self.required
+
+
+NO_GRADIENTS = GradientNotes((), [])
+
+
+def note(named: Sequence[NamedTensors]) -> GradientNotes:
+    """Note which tensors require a gradient now."""
+    tensors = tuple(tensor for _, _, value in _tensors(named) for tensor in _held(value))
+    return GradientNotes(tensors, [tensor.requires_grad for tensor in tensors])
+
+
 _BESIDE = (masters.MASTER_GROUP, EMA, EXTRA)  # groups without weights
 
 
@@ -73,8 +94,11 @@ def _stepped(optimizer: OptimizerEntry) -> Iterable[str]:
 
 
 def _is_still(value: Storable) -> bool:
-    held = [part.held if isinstance(part, Fragment) else part for part in parts_of(value)]
-    return not is_trained(value) and all(isinstance(tensor, nn.Parameter) for tensor in held)
+    return not is_trained(value) and all(isinstance(tensor, nn.Parameter) for tensor in _held(value))
+
+
+def _held(value: Storable) -> Iterator[torch.Tensor]:
+    return (part.held if isinstance(part, Fragment) else part for part in parts_of(value))
 
 
 def _spans(value: Storable) -> Iterator[MemorySpan]:

@@ -35,6 +35,7 @@ from holdfast.state.change_watch import ChangeWatch
 from holdfast.state.containers import ContainerKeeper
 from holdfast.state.entries import AskedEntry, StatePart
 from holdfast.state.exclusion import Exclusion, is_extra_alone, keep_trained, trained
+from holdfast.state.frozen import GradientNotes
 from holdfast.state.hyper_parameters import FirstRates, check_keep
 from holdfast.state.masters import BesideWeights, Masters, settle
 from holdfast.state.modules import (
@@ -124,12 +125,13 @@ class SnapshotOf(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """A walk through the whole state, valid while `watch` and `entries` are unchanged."""
+    """A walk through the whole state, valid while `watch`, `gradients` and `entries` are unchanged."""
 
     parts: Parts
     content: Content  # of named tensors and optimizers
     documents: tuple[OptimizerDocument, ...]
     watch: ChangeWatch
+    gradients: GradientNotes
     entries: Mapping[str, Any]
 
 
@@ -149,6 +151,7 @@ class TrainState:
         self.random = rng.Random()
         self._known: dict[Key, KnownLeaf] = {}  # found by earlier snapshots, so that later ones need not look again
         self._walk: _Walk | None = None
+        self.gradients = frozen.NO_GRADIENTS  # of the last snapshot
         self._temporaries = Temporaries()
         self._temporaries.refuse(state)
         self._numbers: dict[str, WrapperNumbers] = {}  # of optimizers, by key
@@ -234,6 +237,7 @@ class TrainState:
         parts = self._parts()
         wanted = check_groups(groups, parts.groups)
         content = Content(known=self._known, frozen=frozen.keys(parts.named, parts.optimizers))
+        self.gradients = frozen.note(parts.named)
         self.unsaved.record()
         for part in parts.all:
             # Optimizer state is placed as its parameters are, so a layout needs these as well.
@@ -280,10 +284,10 @@ class TrainState:
         if watch.possible:
             tensors = [part.tensors() for part in parts.named] + [part.tensors() for part in parts.optimizers]
             watch.see_memory(chain.from_iterable(tensors))
-            watch.see_trained(chain.from_iterable(part.tensors() for part in parts.named))
         if self.declared is not None:
             content = self.declared.outward(content, _live(parts.named))
-        return _Walk(parts, content, documents, watch, dict(self.state))
+        self.gradients = frozen.note(parts.named)
+        return _Walk(parts, content, documents, watch, self.gradients, dict(self.state))
 
     def _holds(self, walk: _Walk) -> bool:
         """Whether the state's entries are those of the walk, except plain values, which are read at every save."""
@@ -292,6 +296,7 @@ class TrainState:
             and all(now is walk.entries[key] or entries.is_value(key, now) for key, now in self.state.items())
             and all(now is walk.entries[key] or entries.is_value(key, walk.entries[key]) for key, now in self.state.items())
             and all(part.still_left_out() for part in walk.parts.named)
+            and walk.gradients.as_noted()
             and walk.watch.unchanged()
         )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -87,7 +90,10 @@ LENGTHS = st.one_of(st.integers(1, 40), st.integers(500, 530), st.integers(1, 20
 def test_what_is_noted_and_then_changed_is_found_out_either_way(
     spans: list[tuple[int, int]], stretch: int, data: st.DataObject
 ) -> None:
-    """A change of any byte of a noted word is seen when all has been copied, by the library and by numpy; no other is."""
+    """A change of any byte of a noted word is seen when all has been copied, by the library and by numpy; no other is.
+    Renewed targets get it too, and it is said which of them were written.
+    """
+    renew = data.draw(st.booleans())
     seed = data.draw(st.integers(0, 2**60))
     sources = [np.random.default_rng(size).integers(0, 256, shift + size, np.uint8)[shift:] for size, shift in spans]
     changed = data.draw(st.integers(0, len(spans) - 1))
@@ -103,14 +109,46 @@ def test_what_is_noted_and_then_changed_is_found_out_either_way(
             pairs = list(zip(targets, sources, strict=True))
             parts = [native_copy.Noted(some, stretch) for some in (pairs[:cut], pairs[cut:])]
             native_copy.note(parts, seed)
-            assert not any(part.copy().any() for part in parts)
+            assert not any(part.copy(renew).changed.any() for part in parts)
             assert all(np.array_equal(*pair) for pair in zip(targets, sources, strict=True))
             native_copy.note(parts, seed)
             sources[changed][at] ^= 1
-            assert [found for part in parts for found in part.copy().tolist()] == [
+            said = [part.copy(renew) for part in parts]
+            assert [found for one in said for found in one.changed] == [
                 n == changed and at in words for n in range(len(sources))
             ]
+            assert [wrote for one in said for wrote in one.wrote] == [n == changed or not renew for n in range(len(sources))]
             assert np.array_equal(targets[changed], sources[changed])
+            assert all(native_copy.alike(parts, seed)) and not any(part.differing().any() for part in parts)
+            targets[changed][at] ^= 4
+            assert [one for part in parts for one in part.differing()] == [n == changed for n in range(len(sources))]
+            targets[changed][:] = ~sources[changed]
+            assert native_copy.alike(parts, seed) == [changed >= cut, changed < cut]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("value", [0, 7])
+def test_what_a_target_has_already_is_not_written(value: int) -> None:
+    """Pages of a private mapping that were never written show what is written into its file later; in others, -0.0 counts
+    as another value than 0.0.
+    """
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(2**20))
+        file.flush()
+        target = np.frombuffer(mmap.mmap(file.fileno(), 2**20, flags=mmap.MAP_PRIVATE), np.uint8)
+        source = np.zeros(2**20, np.uint8)
+        source[2**19] = value
+        noted = native_copy.Noted([(target, source)], 2**12)
+        native_copy.note([noted], 5)
+        assert noted.copy(renew=True).wrote.tolist() == [value > 0]
+        assert np.array_equal(target, source)
+        os.pwrite(file.fileno(), b"\1" * 2**20, 0)
+        shown = int(target.sum(dtype=np.int64)) - value
+        assert shown == 2**20 if not value else shown < 2**20
+    zero, minus = np.zeros(1000), np.full(1000, -0.0)
+    noted = native_copy.Noted([(zero, minus)], 512)
+    native_copy.note([noted], 5)
+    assert noted.copy(renew=True).wrote.all() and np.signbit(zero).all()
 
 
 @given(st.integers(1, 10_000), st.sampled_from([8, 512, 4096]), st.integers(0, 2**60), st.integers(0, 1000))
