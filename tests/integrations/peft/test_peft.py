@@ -131,7 +131,7 @@ def test_what_is_refused_by_name(tmp_path: Path) -> None:
     prompts = get_peft_model(small_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(InvalidRequest, match="prompt learning"):
         adapter(prompts)
-    with pytest.raises(InvalidRequest, match="'pissa_niter_2' changes the base model by chance"):
+    with pytest.raises(InvalidRequest, match="'pissa_niter_2' changes the base model at random"):
         adapter(lora(init_lora_weights="pissa_niter_2"))
     assert adapter(lora(init_lora_weights="gaussian")) is not None
     adaptive = AdaLoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, total_step=10)
