@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -66,3 +67,13 @@ class Training:
         made = verify(self.world.tier, naming.checkpoint_path(RUN, step))
         entry = made.tensors["base"]["w"]
         return self.path(step).read_bytes()[entry.start :] == base.tobytes()
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Change one bit where the file lies, as a failing disk does: nothing else of it changes."""
+    status = path.stat()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    with path.open("r+b") as file:
+        file.write(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))

@@ -32,7 +32,7 @@ from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
-from holdfast_service.storage import MemoryTier, Tier, stored_in
+from holdfast_service.storage import MemoryTier, RootStorage, Tier, stored_in
 from tests.daemons import wait_until
 from tests.databases import sqlite_url
 from tests.in_memory import memory
@@ -161,12 +161,13 @@ class Rank:
 class SaverWorld:
     """The daemon's parts but for its socket."""
 
-    def __init__(self, tier: Tier, keep_last: int | None = None) -> None:
+    def __init__(self, tier: Tier, keep_last: int | None = None, storage: RootStorage | None = None) -> None:
+        """`storage`: another root than the `tier`, such as a bucket."""
         self.tier = tier
         self._directory = tempfile.TemporaryDirectory(dir=memory())
         self.catalog = Catalog.open(sqlite_url(f"{self._directory.name}/catalog.sqlite"), "node")
-        self.control = Control(stored_in(tier), self.catalog, keep_last)
-        self.saver = Saver(tier, self.control, "node")
+        self.control = Control(storage or stored_in(tier), self.catalog, keep_last)
+        self.saver = Saver(self.control.records, self.control, "node")
         self.arena = Arena(Budget(2**30), make_room=self.saver.holds.make_room)
         self._launches = 0
 
@@ -220,9 +221,11 @@ class SaverWorld:
 
 
 @contextmanager
-def saver_world(tier: Tier | None = None, keep_last: int | None = None) -> Iterator[SaverWorld]:
+def saver_world(
+    tier: Tier | None = None, keep_last: int | None = None, storage: RootStorage | None = None
+) -> Iterator[SaverWorld]:
     """A saver for the length of a block."""
-    world = SaverWorld(tier or MemoryTier(), keep_last)
+    world = SaverWorld(tier or MemoryTier(), keep_last, storage)
     try:
         yield world
     finally:

@@ -376,14 +376,14 @@ def _watch_root(watch: RootWatch, saver: Saver, scrub: Scrub, stack: ExitStack) 
 
 
 def _start_copiers(config: Config, control: Control, saver: Saver, stack: ExitStack) -> None:
-    """The workers that thin checkpoints of each run whose policy was applied, and give them files of their own, at a scrub's
-    read rate, until `stack` unwinds.
+    """The workers that thin checkpoints of each run whose policy was applied, at a scrub's read rate, and give them files of
+    their own, until `stack` unwinds.
     """
     pace = Pace(rate) if (rate := config.scrub_bytes_per_second) else None
     suspect, node = saver.checks.suspect, control.nodes.node
     for worker in (
         Thinner(control.store, control.thinning, node=node, pace=pace, suspect=suspect).worker,
-        SecondCopier(control.store, control.second_copies, control.readers, pace=pace, suspect=suspect).worker,
+        SecondCopier(control.store, control.second_copies, control.readers, suspect=suspect).worker,
     ):
         stack.callback(worker.close)
         control.rotation.applied.subscribe(worker.due)

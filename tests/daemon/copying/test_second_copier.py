@@ -20,7 +20,7 @@ from holdfast_service.daemon.copying import second_copier
 from holdfast_service.daemon.copying.copies import CopyStopped
 from holdfast_service.daemon.copying.second_copier import SecondCopier
 from holdfast_service.storage import PosixTier, posix
-from tests.daemon.frozen_training import BASE_BYTES, BASE_FILE, Training
+from tests.daemon.frozen_training import BASE_BYTES, BASE_FILE, Training, flip
 from tests.daemon.saver_world import RUN, saver_world
 
 
@@ -46,16 +46,6 @@ def events(training: Training, kind: str) -> list[int | None]:
 
 def leftovers(training: Training) -> list[str]:
     return [name for room in (naming.STAGING, naming.TRASH) for name in training.world.tier.list(f"{RUN}/{room}")]
-
-
-def flip(path: Path, at: int = -1) -> None:
-    """Change one bit where the file lies, as a failing disk does: nothing else of it changes."""
-    status = path.stat()
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    with path.open("r+b") as file:
-        file.write(data)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def test_neighbours_never_share_a_file_again(training: Training) -> None:

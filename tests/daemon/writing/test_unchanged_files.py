@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 
+from holdfast_formats import naming
+from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.lineage import Intent
+from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.writing import unchanged_files
 from holdfast_service.storage import PosixTier, posix
-from tests.daemon.frozen_training import ADAPTER_FILE, BASE, BASE_BYTES, Training
+from tests.daemon.copying.test_jobs_on_objects import sent, stored
+from tests.daemon.frozen_training import ADAPTER_FILE, BASE, BASE_BYTES, BASE_FILE, Training, flip
 from tests.daemon.saver_world import RUN, saver_world
+from tests.kit.memory_bucket import MemoryBucket
 
 
 @pytest.fixture
@@ -70,6 +75,21 @@ def test_a_file_that_was_edited_is_no_source(training: Training) -> None:
     assert training.inode(1) != training.inode(2) and training.is_whole(2)
 
 
+def test_a_file_that_a_damaged_checkpoint_has_too_is_no_source(training: Training) -> None:
+    """Others of its checkpoints are called verified still: they are looked at, and nothing is taken from them meanwhile."""
+    for step in (1, 2):
+        training.save(step)
+    flip(training.path(2), -1)
+    assert training.world.control.findings.damaged_steps(RUN) == []
+    told: list[int] = []
+    training.world.control.watch.suspected.subscribe(lambda run, step, error: told.append(step))
+    training.world.saver.checks.suspect(RUN, 2, CorruptExtent("it is damaged", file=BASE_FILE))
+    training.world.checked()
+    assert told == [1] and training.world.control.findings.damaged_steps(RUN) == [2]
+    training.save(3)
+    assert training.is_whole(3) and training.inode(3) != training.inode(2)
+
+
 def test_removed_checkpoints_leave_the_others_whole(training: Training) -> None:
     """The first one by hand, with all its files, the second one through the service."""
     for step in (1, 2, 3):
@@ -122,3 +142,18 @@ def test_after_a_restart_of_both_sides(tmp_path: Path) -> None:
         training = Training(world, tmp_path / "root")
         training.save(2, intent=Intent(restored=1))
         assert training.inode(1) == training.inode(2) and training.is_whole(2)
+
+
+def test_a_bucket_copies_the_file_itself(tmp_path: Path) -> None:
+    """Nothing of it is sent, and each checkpoint has an object of its own, which outlives the other."""
+    bucket = MemoryBucket()
+    with saver_world(storage=stored(bucket)) as world:
+        training = Training(world, tmp_path)
+        training.save(1)
+        begin = len(bucket.requests)
+        assert training.save(2)["linked_bytes"] > BASE
+        assert sent(bucket, begin, BASE_FILE) == [] and sent(bucket, begin, ADAPTER_FILE) != []
+        assert world.catalog.checkpoint(RUN, 2).shared_bytes == 0
+        world.control.rotation.remove(RUN, 1)
+        made = verify(world.control.records, naming.checkpoint_path(RUN, 2))
+        assert made.step == 2

@@ -26,6 +26,18 @@ def shared_bytes(store: Store, run: str, steps: Collection[int]) -> dict[int, in
     return shared
 
 
+def sharing(store: Store, run: str, step: int, names: Collection[str] | None) -> list[int]:
+    """The other checkpoints that have one of these files of a checkpoint, or one of all."""
+    files = store.identities(naming.checkpoint_path(run, step))
+    known = {file.id for name, file in files.items() if file.names > 1 and (names is None or name in names)}
+    others = [other for other in store.steps(run) if other != step] if known else []
+
+    def has(other: int) -> bool:
+        return not known.isdisjoint(file.id for file in store.identities(naming.checkpoint_path(run, other)).values())
+
+    return [other for other in others if has(other)]
+
+
 def look(store: Store, database: Database, run: str, anew: bool = False) -> None:
     """Update what the catalog says of a run. Unless `anew`, a run of which it says nothing is left alone: none of its files
     were taken from others.

@@ -169,6 +169,12 @@ class Findings:
                 return "gone"
             return "damaged" if row.damage is not None else "sound" if row.verified else "unknown"
 
+    def damaged_steps(self, run: str) -> list[int]:
+        """The checkpoints of a run that are listed as damaged."""
+        with self._database.read() as session:
+            where = (CheckpointRow.run == run, CheckpointRow.damage.is_not(None))
+            return list(session.scalars(select(CheckpointRow.step).where(*where)))
+
     def unchecked(self) -> list[CheckpointId]:
         """Checkpoints never read back, newest first: found in the directories, or committed before a daemon died."""
         wanted = select(CheckpointRow.run, CheckpointRow.step).where(

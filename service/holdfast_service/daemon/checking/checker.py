@@ -23,6 +23,7 @@ from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged
 from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.statistics import Statistics
+from holdfast_service.control.checkpoints import shared_files
 from holdfast_service.control.checkpoints.storage_probe import Probed
 from holdfast_service.control.control import Control
 from holdfast_service.control.findings.checks import Fence
@@ -187,12 +188,19 @@ class Checker:
                 if result.manifest is not None and not result.damages:
                     return result.manifest, sources
                 damages = result.damages
+                self._suspect_others(run, step, damages[0])
                 source = self._repair(run, step, damages[0])  # which may mend the others as well
                 if source is None:
                     break
                 sources.append(source)
             self._give_up(run, step, damages, record)
             raise damages[0]
+
+    def _suspect_others(self, run: str, step: int, error: Damaged) -> None:
+        """Have the checkpoints that share the damaged file looked at, unless it is known of them."""
+        for other in shared_files.sharing(self._control.store, run, step, _files([error])):
+            if self.result_of(run, other) == "sound":
+                self._control.watch.suspected.publish(run, other, error)
 
     def _repair(self, run: str, step: int, error: Damaged) -> str | None:
         if self.repair is None:

@@ -1,18 +1,20 @@
 """The worker that makes second copies of files that neighbouring checkpoints share: verified, staged, and verified again.
 
-It runs at idle priority, reads no faster than its pace, and gives way to saves. A crash leaves the shared file or the copy.
+It runs at idle priority and gives way to saves, but not at a scrub's rate: until the copy is there, one damaged byte is in
+all checkpoints of the run. A crash leaves the shared file or the copy.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
-from holdfast_formats.disk import manifests
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Conflict, Damaged, NotFound
 from holdfast_formats.naming import CheckpointId
 from holdfast_service.control.checkpoints.readers import Readers
@@ -21,7 +23,6 @@ from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, car
 from holdfast_service.daemon.copying.run_worker import RunWorker
 from holdfast_service.daemon.writing.writer import under_way
 from holdfast_service.storage import Store
-from holdfast_service.storage.pacing import Pace
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,12 @@ class SecondCopier:
         records: SecondCopies,
         readers: Readers,
         *,
-        pace: Pace | None = None,
         suspect: Callable[[str, int, Damaged], None] = lambda run, step, error: None,
     ) -> None:
         """`suspect` is called with a damaged checkpoint, which was not copied."""
         self._store, self._records, self._readers = store, records, readers
-        self._pace, self._suspect = pace, suspect
+        self._suspect = suspect
+        self._id = uuid.uuid4().bytes  # another node may copy the same file, and must not write where this one does
         self._told: set[CheckpointId] = set()  # whose failure was recorded
         self.worker = RunWorker("holdfast-copier", self._look)
 
@@ -78,11 +79,11 @@ class SecondCopier:
             pair = open_checkpoint(self._store.files, directory)
             alone = only(pair.manifest, {file})
             self._records.refuse(which, sum(entry.bytes for entry in alone.files))
-            place = naming.job_place(*which, digest=manifests.stated_sha256(pair.commit))
+            place = naming.job_place(*which, digest=hashlib.sha256(self._id + pair.commit).hexdigest())
             staged = self._store.begin(place)
             try:
                 staged.clear()  # of what an earlier try could not remove
-                going = CopyControl(self._pace, lambda: self._is_to_stop(which))
+                going = CopyControl(None, lambda: self._is_to_stop(which))
                 carry(self._store.files, directory, staged, alone, going)
                 self._records.put(place, pair, file)
             finally:

@@ -33,7 +33,7 @@ from holdfast_service.storage import FileIdentity, StagedCheckpoint
 log = logging.getLogger(__name__)
 
 KNOWN_S = 0.5  # how long to wait for the catalog, which knows what was read back
-LOOKED_AT_MAX = 64  # verified checkpoints, the newest first, among which one with other bytes on the disk is sought
+LOOKED_AT_MAX = 16  # verified checkpoints, the newest first, among which one with other bytes on the disk is sought
 KEPT_MAX = 8  # checkpoints whose digests are remembered
 
 _Digests = Sequence[tuple[int, str]]  # length and digest of a file's extents, in the order of the file
@@ -47,11 +47,14 @@ class _Stated(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A checkpoint that was read back, as the files that `proven` is the stamp of."""
+    """A checkpoint that was read back, as the files that `proven` is the stamp of. `is_apart`: every file has bytes of its
+    own.
+    """
 
     step: int
     proven: str
     identities: Mapping[str, FileIdentity]
+    is_apart: bool
 
 
 class _Found(NamedTuple):
@@ -92,14 +95,14 @@ class UnchangedFiles:
         return taken
 
     def _is_taken(self, staged: StagedCheckpoint, file: PlannedFile, step: int) -> bool:
-        name, path = file.layout.name, naming.checkpoint_path(staged.place.run, step)
+        name = file.layout.name
         try:
-            identity = self._store.identities(path).get(name)
+            identity = self._identities(staged.place.run, step).get(name)
             taken = staged.take(name, step)
             if taken and staged.files.size(f"{staged.path}/{name}") == file.layout.bytes:
                 return True
         except CheckpointError as error:  # it was removed meanwhile, say
-            log.info("%s is written, and not taken from %s: %s", name, path, error.detail)
+            log.info("%s is written, and not taken from step %d: %s", name, step, error.detail)
         else:
             if not taken and identity is not None and identity.names == 1:  # else it may have too many
                 log.info("unchanged files are written: the storage gives no file a second name")
@@ -110,11 +113,13 @@ class UnchangedFiles:
     def _found(self, plan: WritePlan, files: Sequence[PlannedFile]) -> dict[str, _Found]:
         """For each file, a checkpoint that has one of this name, header and length."""
         names = frozenset(file.layout.name for file in files)
-        sources = list(self._sources(plan))
         standing = [step for step in self._store.steps(plan.run) if step != plan.step]
-        if not sources or not standing:
-            return {}
-        newest = self._store.identities(naming.checkpoint_path(plan.run, standing[-1]))
+        newest = self._identities(plan.run, standing[-1]) if standing else {}
+        sources = []
+        for source in self._sources(plan):
+            sources.append(source)
+            if source.is_apart or all(len(_by_bytes(sources, name, newest)) > 1 for name in names):
+                break
         found = {}
         for file in files:
             at = self._of(plan.run, file, _by_bytes(sources, file.layout.name, newest), names)
@@ -137,13 +142,23 @@ class UnchangedFiles:
         return None
 
     def _sources(self, plan: WritePlan) -> Iterator[_Source]:
-        """The verified checkpoints of the run but for this step's, the newest first."""
-        run, control = plan.run, self._control
-        proofs = control.record_queue.query(lambda: control.catalog.proofs(run), KNOWN_S)
-        proven = [(step, proof.proven) for step, proof in proofs.items() if proof.proven is not None and step != plan.step]
-        for step, proof in sorted(proven, reverse=True)[:LOOKED_AT_MAX]:
-            if control.findings.seen(run, step) is None:
-                yield _Source(step, proof, self._store.identities(naming.checkpoint_path(run, step)))
+        """The verified checkpoints of the run but for this step's, the newest first, without files that they share with a
+        damaged one.
+        """
+        run, findings, catalog = plan.run, self._control.findings, self._control.catalog
+        proofs, damaged = self._control.record_queue.query(
+            lambda: (catalog.proofs(run), findings.damaged_steps(run)), KNOWN_S
+        )
+        damaged += [step for step in proofs if findings.seen(run, step) is not None]
+        bad = {file.id for step in damaged for file in self._identities(run, step).values()}
+        proven = [(step, proof.proven) for step, proof in proofs.items() if proof.proven is not None]
+        wanted = [(step, proof) for step, proof in proven if step != plan.step and step not in damaged]
+        for step, proof in sorted(wanted, reverse=True)[:LOOKED_AT_MAX]:
+            files = self._identities(run, step)
+            yield _Source(step, proof, {name: file for name, file in files.items() if file.id not in bad}, not files)
+
+    def _identities(self, run: str, step: int) -> Mapping[str, FileIdentity]:
+        return self._store.identities(naming.checkpoint_path(run, step))
 
     def _is_whole(self, run: str, source: _Source, header: bytes, name: str) -> bool:
         """Whether its files are those that were read back, and this one begins with the header."""
@@ -173,7 +188,7 @@ class UnchangedFiles:
 
 def _by_bytes(sources: Sequence[_Source], name: str, newest: Mapping[str, FileIdentity]) -> list[_Source]:
     """The newest checkpoint with other bytes on the disk than the `newest` one of all has, if any; then the newest."""
-    having = [source for source in sources if name in source.identities or not source.identities]
+    having = [source for source in sources if name in source.identities or source.is_apart]
     others = [
         one for one in having if name in newest and name in one.identities and one.identities[name].id != newest[name].id
     ]
