@@ -143,7 +143,8 @@ class Collected(Collector):
         phases, size = self._services.history.counted()
         return {
             "holdfast_save_seconds": [((phase,), phases[phase]) for phase in PHASES],
-            "holdfast_saved_bytes": [((), size)],
+            "holdfast_saved_bytes": [((), size.saved)],
+            "holdfast_linked_bytes": [((), size.linked)],
         }
 
     def _commands(self) -> dict[str, int]:

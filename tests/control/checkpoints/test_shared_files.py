@@ -11,9 +11,10 @@ import pytest
 
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.retention.admission import SPARE_BYTES
 from holdfast_service.daemon.copying.second_copier import SecondCopier
 from holdfast_service.storage import PosixTier
-from tests.daemon.frozen_training import Training
+from tests.daemon.frozen_training import BASE_BYTES, Training
 from tests.daemon.saver_world import RUN, saver_world
 
 
@@ -94,6 +95,19 @@ def test_a_quota_counts_what_is_written(training: Training) -> None:
         training.save(step)
     assert training.world.control.rotation.wait_until_applied()
     assert training.world.control.store.steps(RUN) == [*range(1, 11)]
+
+
+def test_a_disk_without_room_for_the_base_again(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is taken has its room; a base that changes is refused before it is written, and the disk's size is named."""
+    training.save(1)
+    room = SPARE_BYTES + training.path(1).stat().st_size // 2
+    monkeypatch.setattr(PosixTier, "free_bytes", lambda tier: room)
+    assert training.save(2)["linked_bytes"] and training.is_whole(2)
+    with pytest.raises(AssertionError):
+        training.save(3, BASE_BYTES[::-1].copy())
+    problem = training.rank.wait(3).problem
+    assert problem is not None and problem["code"] == "no-space" and problem["free"] == room
+    assert training.world.control.store.steps(RUN) == [1, 2]
 
 
 def test_a_preview_says_what_a_removal_frees(training: Training) -> None:

@@ -64,7 +64,7 @@ def test_phases_are_counted_as_they_become_known(catalog: Catalog, history: Roun
     for _ in range(2):
         assert counts(history) == {"durable": 1, "stall": 1, "write": 1, "verify": 1}
     assert history.counted()[0]["durable"].sum == 4.0
-    assert history.counted()[1] == 2  # bytes of the checkpoint, known before the measured ones
+    assert history.counted()[1] == (2, 0)  # bytes of the checkpoint, known before the measured ones
 
 
 def test_what_goes_on_at_the_start_is_counted_when_it_ends(catalog: Catalog) -> None:
@@ -90,7 +90,7 @@ def test_failures_have_phases_but_were_never_durable(catalog: Catalog, history: 
     """Of a save that was dropped or failed, what was measured counts."""
     note(catalog, save(catalog, 1, "aborted"), {"stall_s": 0.1})
     assert counts(history) == {"stall": 1}
-    assert history.counted()[1] == 0
+    assert history.counted()[1] == (0, 0)
 
 
 def test_other_nodes_saves_are_theirs(catalog: Catalog, history: RoundHistory) -> None:

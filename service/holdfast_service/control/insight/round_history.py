@@ -43,6 +43,13 @@ class Seen(NamedTuple):
     first: bool  # not seen before
 
 
+class SavedBytes(NamedTuple):
+    """Bytes of committed checkpoints, and the part that was not written again."""
+
+    saved: int
+    linked: int
+
+
 class RoundHistory:
     """Rounds of one node that have ended since the first look. Thread-safe."""
 
@@ -53,7 +60,7 @@ class RoundHistory:
         self._pending: dict[int, set[str]] = {}  # rounds that are not settled -> phases of them that were counted
         self._seen: set[int] = set()
         self._phases = {phase: Histogram(SAVE_BOUNDS_S) for phase in PHASES}
-        self._saved_bytes = 0
+        self._bytes = SavedBytes(0, 0)
         self.seen: Signal[[Seen]] = Signal()  # a round has ended, or has more timings
 
     def update(self) -> None:
@@ -64,11 +71,11 @@ class RoundHistory:
                     self._phases[phase].add(seconds)
                 self.seen.publish(seen)
 
-    def counted(self) -> tuple[dict[str, Histogram], int]:
+    def counted(self) -> tuple[dict[str, Histogram], SavedBytes]:
         """Phases of all saves up to now, and the bytes of committed ones."""
         self.update()
         with self._lock:
-            return {phase: histogram.copy() for phase, histogram in self._phases.items()}, self._saved_bytes
+            return {phase: histogram.copy() for phase, histogram in self._phases.items()}, self._bytes
 
     def _ended(self) -> Iterator[Seen]:
         with self._database.read() as session:
@@ -111,7 +118,9 @@ class RoundHistory:
         new = {phase: value for phase, value in known.items() if value is not None and phase not in counted and value < 1e9}
         first = row.id not in self._seen
         if first and row.state == "committed":
-            self._saved_bytes += int((row.measured or {}).get("bytes") or size or 0)
+            found = row.measured or {}
+            saved, linked = int(found.get("bytes") or size or 0), int(found.get("linked_bytes", 0))
+            self._bytes = SavedBytes(self._bytes.saved + saved, self._bytes.linked + linked)
         self._seen.add(row.id)
         counted.update(new)
         if self._clock() - ended > SETTLED_S or (row.state == "committed" and counted >= _LAST):
