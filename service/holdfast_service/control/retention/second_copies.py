@@ -40,16 +40,14 @@ class SecondCopies:
         now, or may once it is not read any more.
         """
         shared_files.look(self._store, self._catalog.database, run)  # also what an interrupted copy has left to record
-        steps = self._store.steps(run)[-2:]
-        if len(steps) < 2:
+        proofs = self._catalog.proofs(run)
+        steps = sorted(proofs)[-2:]
+        if len(steps) < 2 or any(proofs[step].proven is None for step in steps):
             return None
         older, newest = (self._store.identities(naming.checkpoint_path(run, step)) for step in steps)
         known = {file.id for file in older.values()}
         files = [name for name, file in newest.items() if file.id in known]
         if not files:
-            return None
-        proofs = self._catalog.proofs(run)
-        if any(step not in proofs or proofs[step].proven is None for step in steps):
             return None
         if steps[0] in self._rotation.readers.held(run):
             return None

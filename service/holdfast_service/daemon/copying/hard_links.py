@@ -17,7 +17,7 @@ from holdfast_formats.naming import CheckpointId, Place
 from holdfast_service.daemon.copying.copies import CopyControl, carry, read_back
 from holdfast_service.storage import FileIdentity, StagedCheckpoint, Store
 
-LOOKED_AT_MAX = 8  # copies in a replica, those of the nearest steps, for their unchanged files
+LOOKED_AT_MAX = 3  # copies in a replica, those of the nearest steps, for their unchanged files
 
 
 def stage_again(store: Store, place: Place, proof: Manifest, going: CopyControl) -> StagedCheckpoint:

@@ -14,6 +14,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
+from itertools import islice
 from typing import NamedTuple
 
 from holdfast_formats import naming
@@ -47,14 +48,21 @@ class _Stated(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A checkpoint that was read back, as the files that `proven` is the stamp of. `is_apart`: every file has bytes of its
-    own.
-    """
+    """A checkpoint that was read back, whose files are those that were read. `is_apart`: every file has bytes of its own."""
 
     step: int
-    proven: str
     identities: Mapping[str, FileIdentity]
     is_apart: bool
+
+
+class _Known(NamedTuple):
+    """The newest checkpoint of a run, its verified ones, the newest first, each with the stamp of its files, and damaged
+    ones.
+    """
+
+    newest: int | None
+    proven: Mapping[int, str]
+    damaged: Collection[int]
 
 
 class _Found(NamedTuple):
@@ -86,6 +94,8 @@ class UnchangedFiles:
         except CheckpointError as error:
             log.info("all files of %s@%s are written: %s", plan.run, plan.step, error.detail)
             return {}
+        if not found:
+            return {}
         with WriteThreads(Schedule(sum(file.layout.bytes for file in frozen))) as threads:
             for file in frozen:
                 at = found.get(file.layout.name)
@@ -113,10 +123,10 @@ class UnchangedFiles:
     def _found(self, plan: WritePlan, files: Sequence[PlannedFile]) -> dict[str, _Found]:
         """For each file, a checkpoint that has one of this name, header and length."""
         names = frozenset(file.layout.name for file in files)
-        standing = [step for step in self._store.steps(plan.run) if step != plan.step]
-        newest = self._identities(plan.run, standing[-1]) if standing else {}
+        known = self._control.record_queue.query(lambda: self._known_of(plan), KNOWN_S)
+        newest = self._identities(plan.run, known.newest) if known.newest is not None else {}
         sources = []
-        for source in self._sources(plan):
+        for source in self._sources(plan.run, known):
             sources.append(source)
             if source.is_apart or all(len(_by_bytes(sources, name, newest)) > 1 for name in names):
                 break
@@ -137,34 +147,34 @@ class UnchangedFiles:
             if (there := self._stated(run, source, names).get(name)) is not None and there.entry == entry
         ]
         for source, there in stated:
-            if there.digests == stated[-1][1].digests and self._is_whole(run, source, header, name):
+            path = f"{naming.checkpoint_path(run, source.step)}/{name}"
+            if there.digests == stated[-1][1].digests and self._store.files.read(path, 0, len(header)) == header:
                 return _Found(source.step, there.digests)
         return None
 
-    def _sources(self, plan: WritePlan) -> Iterator[_Source]:
-        """The verified checkpoints of the run but for this step's, the newest first, without files that they share with a
-        damaged one.
+    def _known_of(self, plan: WritePlan) -> _Known:
+        """What is known of the run's checkpoints but for this step's."""
+        run, findings = plan.run, self._control.findings
+        proofs = self._control.catalog.proofs(run)
+        damaged = {*findings.damaged_steps(run), *(step for step in proofs if findings.seen(run, step) is not None)}
+        others = sorted(proofs.keys() - {plan.step}, reverse=True)
+        proven = {step: proof for step in others if (proof := proofs[step].proven) is not None and step not in damaged}
+        return _Known(others[0] if others else None, proven, damaged)
+
+    def _sources(self, run: str, known: _Known) -> Iterator[_Source]:
+        """The verified checkpoints of a run, the newest first, if their files are those that were read back; without files
+        that they share with a damaged one.
         """
-        run, findings, catalog = plan.run, self._control.findings, self._control.catalog
-        proofs, damaged = self._control.record_queue.query(
-            lambda: (catalog.proofs(run), findings.damaged_steps(run)), KNOWN_S
-        )
-        damaged += [step for step in proofs if findings.seen(run, step) is not None]
-        bad = {file.id for step in damaged for file in self._identities(run, step).values()}
-        proven = [(step, proof.proven) for step, proof in proofs.items() if proof.proven is not None]
-        wanted = [(step, proof) for step, proof in proven if step != plan.step and step not in damaged]
-        for step, proof in sorted(wanted, reverse=True)[:LOOKED_AT_MAX]:
+        probe = self._control.rotation.probe
+        bad = {file.id for step in known.damaged for file in self._identities(run, step).values()}
+        for step, proof in islice(known.proven.items(), LOOKED_AT_MAX):
+            if proof not in (ANY_FILES, probe.proof(run, step)):
+                continue
             files = self._identities(run, step)
-            yield _Source(step, proof, {name: file for name, file in files.items() if file.id not in bad}, not files)
+            yield _Source(step, {name: file for name, file in files.items() if file.id not in bad}, not files)
 
     def _identities(self, run: str, step: int) -> Mapping[str, FileIdentity]:
         return self._store.identities(naming.checkpoint_path(run, step))
-
-    def _is_whole(self, run: str, source: _Source, header: bytes, name: str) -> bool:
-        """Whether its files are those that were read back, and this one begins with the header."""
-        if source.proven not in (ANY_FILES, self._control.rotation.probe.proof(run, source.step)):
-            return False
-        return self._store.files.read(f"{naming.checkpoint_path(run, source.step)}/{name}", 0, len(header)) == header
 
     def _stated(self, run: str, source: _Source, names: Collection[str]) -> Mapping[str, _Stated]:
         """What the manifest of a checkpoint says of these files, as far as it has them."""

@@ -1,8 +1,8 @@
 """Plan a save whose ranks are on several nodes: the files, the writer of each block, and the ranks that a node reads.
 
-The files, their headers and offsets are those of `planner.plan`. All nodes compute the same owners from all nodes' holdings;
-a node chooses the ranks that it reads: its own as far as they hold the bytes. What depends only on the ranks' holdings is
-cached for the next save.
+The files, their headers and offsets are those of `planner.plan`, but frozen tensors are among the others: no file is taken
+from an earlier checkpoint here. All nodes compute the same owners from all nodes' holdings; a node chooses the ranks that it
+reads: its own as far as they hold the bytes. What depends only on the ranks' holdings is cached for the next save.
 
 Where storage lets only one node write a file, files are whole: one owner each, and shorter ones the more nodes there are.
 Then the files are not those of one node's plan, but the tensors and their bytes are.
