@@ -82,6 +82,7 @@ class SaveTicket:
         self._until, self._copied, self._saving = until, copied, threading.current_thread()
         self.groups: tuple[str, ...] = ()  # once it has begun; without those that turned out to be missing, once it is done
         self.notes: tuple[str, ...] = ()  # what was left out, and why; once it has begun
+        self.spares = ""  # what another rank stages from now on (`wire.Outcome`); once it is committed
         self.awaits = ""  # the call that must end before this save can begin: a signal handler interrupted it
         self._staged = Latch()
         self._decided = Latch()  # staged, or ended without
@@ -344,6 +345,7 @@ class Tickets:
         ticket = self._open.pop(outcome.step, None)
         if ticket is not None:
             ticket.lacks(outcome.left_out)
+            ticket.spares = outcome.spares
             self._lacking += [ticket] * bool(outcome.left_out)
             self._end(ticket, from_problem(outcome.problem or {}) if outcome.state == "aborted" else None)
 

@@ -14,7 +14,8 @@ from holdfast_files.direct import LARGE_BYTES
 log = logging.getLogger(__name__)
 
 TOUCH_BYTES = 2 * 2**20  # at a time: a thread of the user that maps memory waits meanwhile
-_POPULATE_WRITE, _COLLAPSE = 23, 25  # madvise: Linux 5.14 and 6.1, without names in Python so far
+_REMOVE = 9  # madvise, as in mmap.MADV_REMOVE
+_POPULATE_WRITE, _COLLAPSE = 23, 25  # Linux 5.14 and 6.1, without names in Python so far
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 
@@ -49,6 +50,11 @@ class Mapping:
                 break
             start = until
         return True
+
+    def give_back(self, begin: int, end: int) -> None:
+        """Return the memory of whole pages to the system, for all processes: they read zeros there until one writes."""
+        if not self._advise(begin, end - begin, _REMOVE):
+            log.info("shared memory cannot be given back: %s", os.strerror(ctypes.get_errno()))
 
     def _put_large(self, start: int, end: int, stopped: Callable[[], bool]) -> bool:
         """Make large pages of these bytes, until `stopped`; False if none are available."""

@@ -35,6 +35,7 @@ class Reservation:
         self._begun: dict[int, int] = {}  # slots that are prepared, or will be soon, with `emptied` of that time
         self._ahead: Preallocation | None = None  # of the slot after that of the last save
         self._pace = next_slot.SavePace()
+        self._spared, self._most_bytes = 0, 0  # what saves need since another rank stages so many tensors
 
     @property
     def slots(self) -> Slots | None:
@@ -51,6 +52,7 @@ class Reservation:
         known = self.slots
         change, self._leaves = slot_growth.compare(self._leaves, need.leaves), need.leaves
         if known is not None and known.fits(need.data_bytes, need.table_bytes):
+            self._use(known, need)
             if any(change):
                 log.info("this save has other tensors than the last one and still fits its slots (%s)", change)
             return known
@@ -64,12 +66,19 @@ class Reservation:
         slots = self._slots = Slots(link, self._count, need.data_bytes + need.spare_bytes, room, averages)
         assets_grew = need.spare_bytes > 0 and not need.expected
         if known is not None and (any(change) or assets_grew or need.table_bytes > known.geometry.table_bytes_max):
-            self._session.warn(slot_growth.outgrown(change, known.geometry.slot_bytes, slots.geometry.slot_bytes))
+            self._session.warn(slot_growth.outgrown(change, known.slot_bytes, slots.slot_bytes))
         if slots.notice:
             self._session.warn(slots.notice)
         self._stop_touching()
         self._prepare(slots, slots.first)
         return slots
+
+    def _use(self, slots: Slots, need: slot_growth.Need) -> None:
+        """Use as much of the slots as saves need while other ranks stage tensors for this one."""
+        if need.spared:
+            before = self._most_bytes if need.spared == self._spared else 0
+            self._spared, self._most_bytes = need.spared, max(before, need.data_bytes + need.spare_bytes)
+            slots.use(self._most_bytes)
 
     def leased(self, slots: Slots, slot: int, ticket: SaveTicket, alone: bool) -> None:
         """A save begins in this slot: if it had no memory, its pages are prepared while they are filled. If the save takes

@@ -79,7 +79,8 @@ class SaveTask:
                 self._devices.append(cuda_copy.DeviceCopy(lane))
                 self._devices[-1].begin(self._part.full)
             plan.copy_at_once()
-            copy = BackgroundCopy(plan.tracks, self._end, self._devices, self._part.full, late=not waited)
+            turns = self._part.says.turns if self._part.says is not None else ()
+            copy = BackgroundCopy(plan.tracks, self._end, [*self._devices, *turns], self._part.full, late=not waited)
             self._part.still()
         except BaseException as error:
             for copying in self._devices:
@@ -156,6 +157,7 @@ class SaveTask:
         try:
             if error is not None:
                 raise error
+            self._part.slot.trim(self._part.layout.data_bytes)
             proof = self._part.seal()
             self._written.set()
             self._part.slot.hand_over(proof)

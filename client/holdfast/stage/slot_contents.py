@@ -55,7 +55,8 @@ class SlotContents:
         """
         self._state, self._assets, self._from_masters, self._averaging = state, assets, from_masters, averaging
         self._fenced, self._file_bytes_max = fenced, file_bytes_max
-        self._claims = Claims(state.state, state.world)
+        self._claims = Claims(state.state, state.world, spares=averaging is None)
+        self._spared = 0  # of the last layout
         self.origin = TrainingOrigin()
         self.layout = staging.NOTHING  # of the last save
 
@@ -99,7 +100,9 @@ class SlotContents:
         table_bytes = len(table) + (says.table_bytes if says is not None else 0)
         table_bytes += digests_bytes(average.boxes) if average is not None and says is not None else 0
         size = layout.data_bytes if average is None else average.handover.end
-        need = Need(size, table_bytes, layout.leaves, room_to_grow(asked.assets), average_bytes=average_bytes)
+        spared = self._spared if asked.groups is None or set(asked.groups) >= set(self.groups()) else 0
+        spare = room_to_grow(asked.assets)
+        need = Need(size, table_bytes, layout.leaves, spare, average_bytes=average_bytes, spared=spared)
         return SlotPart(layout, table, says, average, after, need, intent, tuple(notes))
 
     def expected(self, who: SaveIdentity) -> Need:
@@ -138,6 +141,8 @@ class SlotContents:
         if self._state.world == 1:
             staging.refuse_parts(snapshot.leaves[staging.common(self.layout.leaves, snapshot.leaves) :])
         judge = background_safe.Judge(self._state.state, self._fenced)
-        both = {**self._assets, **assets}
-        self.layout = staging.lay_out(snapshot, both, judge, self.layout, self._file_bytes_max)
+        both, spared = {**self._assets, **assets}, self._claims.look()
+        before = self.layout if spared == self._spared else staging.NOTHING
+        self._spared = spared
+        self.layout = staging.lay_out(snapshot, both, judge, before, self._file_bytes_max, self._claims.is_spared)
         return self.layout

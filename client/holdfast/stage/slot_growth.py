@@ -16,7 +16,8 @@ class Need(NamedTuple):
     """The room that a slot must have, and the tensors from which it was computed.
 
     `spare_bytes` are added when slots are made, for larger assets of later saves. `expected`: no save needs it yet, so
-    nothing has outgrown its slots. `average_bytes` are what the daemon's average needs beside the slots.
+    nothing has outgrown its slots. `average_bytes` are what the daemon's average needs beside the slots. `spared` tensors
+    of a whole state are staged by another rank: slots need no more than this.
     """
 
     data_bytes: int
@@ -25,6 +26,7 @@ class Need(NamedTuple):
     spare_bytes: int = 0
     expected: bool = False
     average_bytes: int = 0
+    spared: int = 0
 
 
 class Change(NamedTuple):

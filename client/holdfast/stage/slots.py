@@ -15,7 +15,7 @@ from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError, DaemonGone, LimitExceeded
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.staging import arena, messages, wire
-from holdfast_formats.staging.arena import SlotHeader, SlotState
+from holdfast_formats.staging.arena import SlotHeader, SlotState, page_aligned
 from holdfast_formats.staging.slot_pages import have_pages
 
 WHILE_CONNECTED_S = 86_400.0  # no save waits that long; an answer counts whenever it comes
@@ -28,6 +28,10 @@ class Slot:
         self.slots, self.index = slots, index
         self._step, self._attempt, self._turn = step, attempt, turn
         self.data = slots.data(index)
+
+    def trim(self, data_bytes: int) -> None:
+        """Return memory that saves no longer need; never that of the first `data_bytes`, which are filled."""
+        self.slots.trim(self.index, data_bytes)
 
     def seal(self, table: bytes, data_bytes: int) -> str:
         """Mark the slot complete in shared memory, for any daemon that reads it. Returns its table's digest, for
@@ -99,7 +103,8 @@ class Slots:
             fd = link.take_fd()
         self.notice, self.spilled = given.notice, given.spilled
         self._touching = threading.Lock()
-        self._touched: dict[int, int] = {}  # slots whose pages are mapped, with `emptied` of that time
+        self._touched: dict[int, tuple[int, int]] = {}  # slots whose pages are mapped: `emptied` and `used_bytes` then
+        self._trimmed: dict[int, tuple[int, int]] = {}  # the same of slots whose end has no memory
         self.pinning = threading.Lock()
         self.pins: dict[int, Pin] = {}  # slots that are page-locked for GPUs (`cuda_copy`)
         self.may_pin = not self.spilled  # pages of a file cannot be locked for long
@@ -107,6 +112,7 @@ class Slots:
             self._mapping = Mapping(fd, write=True)
             self.memory = self._mapping.memory
             self.geometry = arena.read_superblock(self.memory)
+            self.used_bytes = self.geometry.data_bytes  # of each slot's room for data, as far as saves use it
             self.first = sorted(have_pages(fd, self.geometry)) or [0]  # the slots that are leased first
         except OSError as error:
             raise DaemonGone(f"cannot map the daemon's shared memory: {error}") from error
@@ -117,13 +123,40 @@ class Slots:
         """Map every page of a slot, so that the next save is as fast as later ones; ends early when `stop` is set."""
         with self._touching:  # a second thread waits here and finds it done
             if not self.is_ready(slot):
-                emptied, begin = self.emptied(slot), self.geometry.header_offset(slot)
-                if self._mapping.touch(begin if slot else 0, begin + self.geometry.slot_bytes, stop.is_set):
-                    self._touched[slot] = emptied
+                now, geometry = (self.emptied(slot), self.used_bytes), self.geometry
+                begin, end = geometry.header_offset(slot) if slot else 0, geometry.data_offset(slot) + now[1]
+                table = geometry.table_offset(slot)
+                if self._mapping.touch(begin, page_aligned(end), stop.is_set) and self._mapping.touch(
+                    table, table + geometry.table_bytes_max, stop.is_set
+                ):
+                    self._touched[slot] = now
 
     def is_ready(self, slot: int) -> bool:
         """Whether its pages are mapped, as far as that helps: touching a spilled segment would write it to the disk."""
-        return self.spilled or self._touched.get(slot) == self.emptied(slot)
+        emptied, used_bytes = self._touched.get(slot, (-1, 0))
+        return self.spilled or (emptied == self.emptied(slot) and used_bytes >= self.used_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """The room of each slot, as far as saves use it."""
+        return self.geometry.slot_bytes - self.geometry.data_bytes + self.used_bytes
+
+    def use(self, data_bytes: int) -> None:
+        """Saves use no more of each slot from now on. What is beyond stays reserved."""
+        self.used_bytes = min(data_bytes, self.geometry.data_bytes)
+
+    def trim(self, slot: int, filled_bytes: int) -> None:
+        """Return the memory of this rank's slot, which it is filling, beyond what saves use and what is filled."""
+        now = self.emptied(slot), max(self.used_bytes, filled_bytes)
+        begin, end = self.geometry.data_offset(slot) + page_aligned(now[1]), self.geometry.table_offset(slot)
+        if begin >= end or self._trimmed.get(slot) == now or self.spilled or slot in self.pins:
+            return
+        if self._touching.acquire(blocking=False):  # else a later save does it
+            try:
+                self._mapping.give_back(begin, end)
+                self._trimmed[slot] = now
+            finally:
+                self._touching.release()
 
     def emptied(self, slot: int) -> int:
         """How often the daemon has returned the memory of this slot to the system."""
@@ -135,7 +168,7 @@ class Slots:
         return self.memory[start : start + self.geometry.data_bytes]
 
     def fits(self, data_bytes: int, table_bytes: int) -> bool:
-        return data_bytes <= self.geometry.data_bytes and table_bytes <= self.geometry.table_bytes_max
+        return data_bytes <= self.used_bytes and table_bytes <= self.geometry.table_bytes_max
 
     def foresee(self) -> int | None:
         """The slot that another save would take before those under way are written. From now on it counts as needed, and

@@ -41,10 +41,19 @@ class Copy(NamedTuple):
     frozen: bool = False
 
 
+class Spared(NamedTuple):
+    """A tensor that another rank of this node stages: a view of its live bytes, and its part of the table."""
+
+    name: str
+    octets: torch.Tensor
+    fragment: StagedFragment
+
+
 class Mark(NamedTuple):
-    """The state of a layout after one leaf: number of copies so far, and the first free byte."""
+    """The state of a layout after one leaf: number of copies and of spared ones so far, and the first free byte."""
 
     copies: int
+    spared: int
     end: int
 
 
@@ -53,15 +62,16 @@ class SlotLayout(NamedTuple):
 
     leaves: tuple[Leaf, ...]
     marks: tuple[Mark, ...]  # one per leaf
-    fragments: tuple[StagedFragment, ...]  # one per leaf
+    fragments: tuple[StagedFragment, ...]  # one per leaf; of a spared one it has no boxes
     encoded: tuple[bytes, ...]  # each fragment as in the table
     copies: tuple[Copy, ...]
+    spared: tuple[Spared, ...]
     blobs: tuple[tuple[Blob, bytes], ...]
     data_bytes: int
     steady: int  # how many of the first copies will probably be the same at the next save
 
 
-NOTHING = SlotLayout((), (), (), (), (), (), 0, 0)
+NOTHING = SlotLayout((), (), (), (), (), (), (), 0, 0)
 
 
 class AveragePart(NamedTuple):
@@ -89,41 +99,48 @@ def lay_out(
     settled: Callable[[Leaf, LivePiece], bool],
     before: SlotLayout = NOTHING,
     file_bytes_max: int = FILE_BYTES_MAX,
+    spared: Callable[[Leaf], bool] = lambda leaf: False,
 ) -> SlotLayout:
     """Give every fragment and asset a place in a slot, in the order of the snapshot.
 
     `settled` returns which pieces only an optimizer's step changes, so that they may be copied during forward and
     backward. Leading leaves identical to those of an earlier layout keep their places. Long fragments have the page
-    offset that they have in files of `file_bytes_max`, so that the daemon can write them without a copy.
+    offset that they have in files of `file_bytes_max`, so that the daemon can write them without a copy. Settled leaves
+    that are `spared` get no place.
     """
     kept = common(before.leaves, snapshot.leaves)
     in_page = places_in_page(snapshot.leaves, file_bytes_max) if any(map(_is_long, snapshot.leaves[kept:])) else {}
     marks = list(before.marks[:kept])
     fragments = list(before.fragments[:kept])
     encoded = list(before.encoded[:kept])
-    copies = list(before.copies[: marks[-1].copies if marks else 0])
-    end = marks[-1].end if marks else 0
+    last = marks[-1] if marks else Mark(0, 0, 0)
+    copies, others = list(before.copies[: last.copies]), list(before.spared[: last.spared])
+    end = last.end
     for leaf in snapshot.leaves[kept:]:
         spec = TensorSpec(leaf.group, leaf.name, leaf.dtype, leaf.shape)
         spec.check()
-        place = in_page.get((leaf.group, leaf.name))
+        pieces = leaf.pieces
+        if spared(leaf) and settled(leaf, pieces[0]):
+            octets = as_integers(pieces[0].tensor, SIGNED).view(-1).view(torch.uint8)
+            others.append(Spared(leaf.path, octets, StagedFragment(spec, (pieces[0].box,), 0, leaf.placement)))
+            pieces = ()
+        place = in_page.get((leaf.group, leaf.name)) if pieces else None
         end += -end % ALIGNMENT_BYTES if place is None else (place - end) % PAGE_BYTES
-        boxes = tuple(piece.box for piece in leaf.pieces)
+        boxes = tuple(piece.box for piece in pieces)
         fragments.append(StagedFragment(spec, boxes, end, leaf.placement, leaf.rounded_from, leaf.frozen))
         encoded.append(slot_table.encode_fragment(fragments[-1]))
         stays = leaf.frozen and leaf.group != EMA  # an average is written at each update, even with what it is
-        for piece in leaf.pieces:
+        for piece in pieces:
             copies.append(Copy(leaf.path, piece.tensor, end, not settled(leaf, piece), stays))
             end += piece.tensor.numel() * piece.tensor.element_size()
-        marks.append(Mark(len(copies), end))
+        marks.append(Mark(len(copies), len(others), end))
     blobs = []
     for name, content in assets.items():
         blobs.append((Blob(name, end, len(content)), content))
         end += len(content)
     steady = marks[snapshot.steady - 1].copies if snapshot.steady else 0
-    return SlotLayout(
-        snapshot.leaves, tuple(marks), tuple(fragments), tuple(encoded), tuple(copies), tuple(blobs), end, steady
-    )
+    written = tuple(fragments), tuple(encoded), tuple(copies), tuple(others)
+    return SlotLayout(snapshot.leaves, tuple(marks), *written, tuple(blobs), end, steady)
 
 
 def refuse_parts(leaves: Iterable[Leaf]) -> None:
@@ -194,6 +211,7 @@ def encode_table(  # noqa: PLR0913 - each is one thing that a table says
             existing=intent.existing,
             again=intent.again,
             average=None if average is None else average.handover,
+            unstaged=tuple(spared.fragment for spared in layout.spared),
         ),
         layout.encoded if average is None else layout.encoded + average.encoded,
     )

@@ -7,19 +7,27 @@ Of each box there are two numbers, both XXH3 and both 0 if not stated:
 
 A box with a sample is a *claim*: every rank that holds it has these bytes. A box with only a whole digest may differ
 from rank to rank: buffers of modules, and tensors of the group `extra`. If those differ, each rank has its own.
+
+Once a save that claims a whole box was committed, one rank of a node stages the box for all ranks of that node which hold
+it. The others still state samples, so that replicas which drift apart are found.
 """
 
 from __future__ import annotations
 
 import re
 import struct
+from base64 import b64decode, b64encode
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from holdfast_formats import digest
 
 ROW_BYTES = 16  # per box: the two numbers, unsigned and little-endian
 SAMPLE_BYTES = 2**16
 STRETCHES, STRETCH_BYTES = 16, 2**12  # of a box that is longer than a sample
+SPARED_BYTES_MIN = 2**18  # of a box that one rank stages for others: they would save little memory, and sample all the same
 
 HOME = "extra"  # the group for tensors that differ between ranks
 _APART = re.compile(r"ranks/(\d{5,})/\$([a-z][a-z0-9_]{0,63})/(.+)", re.DOTALL)
@@ -57,3 +65,17 @@ def parse_apart(group: str, name: str) -> tuple[int, str, str] | None:
     """Rank, group and name of a name made by `apart`; None for any other tensor."""
     match = _APART.fullmatch(name) if group == HOME else None
     return None if match is None else (int(match[1]), match[2], match[3])
+
+
+def encode_bits(bits: NDArray[np.bool_]) -> str:
+    """One bit for each box of a table, as text; empty if none is set."""
+    return b64encode(np.packbits(bits).tobytes()).decode() if bits.any() else ""
+
+
+def decode_bits(text: str, boxes: int) -> NDArray[np.bool_]:
+    """The bits of so many boxes. Missing ones are not set."""
+    octets = np.frombuffer(b64decode(text), np.uint8)
+    bits = np.zeros(boxes, np.bool_)
+    given = np.unpackbits(octets)[:boxes]
+    bits[: len(given)] = given
+    return bits

@@ -36,8 +36,10 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     """One rank's part of one save.
 
     `values` holds JSON documents as text, by group and key. `groups` names what is saved, including groups without a
-    tensor. `digests` are this rank's claims about the bytes in its boxes, empty in a world of one. `average` is the
-    place of the group `ema`, whose bytes the daemon adds after the seal; its fragments are the last.
+    tensor. `unstaged` are parts that this rank holds, and whose bytes another rank of this node staged: in `fragments`
+    they have no boxes. `digests` are this rank's claims about the bytes of its boxes, with those of `unstaged` last, empty
+    in a world of one. `average` is the place of the group `ema`, whose bytes the daemon adds after the seal; its fragments
+    are the last, and nothing is unstaged then.
     """
 
     run: str
@@ -60,6 +62,7 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     existing: Existing = "refuse"
     again: int = 0
     average: AverageHandover | None = None
+    unstaged: tuple[StagedFragment, ...] = ()
 
     @property
     def all_metrics(self) -> dict[str, float]:
@@ -154,16 +157,19 @@ def _check(table: SlotTable, data_bytes: int) -> None:
     if not 0 <= table.rank < table.world:
         raise InvalidRequest(f"rank {table.rank} is not valid in a world of {table.world}")
     groups = {naming.check_group(group) for group in table.groups}
-    for fragment in table.fragments:
+    if table.unstaged and table.average is not None:
+        raise InvalidRequest("a table with an average leaves parts to another rank")
+    for fragment in (*table.fragments, *table.unstaged):
         fragment.check()
-        _check_span(fragment.spec.name, fragment.slot_offset, fragment.nbytes, data_bytes)
         if fragment.spec.group not in groups:
             raise InvalidRequest(f"tensor {fragment.spec.name!r} is in group {fragment.spec.group!r}, which is not saved")
         if fragment.rounded_from and fragment.rounded_from not in groups:
             raise InvalidRequest(
                 f"tensor {fragment.spec.name!r} is rounded from {fragment.rounded_from!r}, which is not saved"
             )
-    boxes = sum(len(fragment.boxes) for fragment in table.fragments)
+    for fragment in table.fragments:
+        _check_span(fragment.spec.name, fragment.slot_offset, fragment.nbytes, data_bytes)
+    boxes = sum(len(fragment.boxes) for fragment in (*table.fragments, *table.unstaged))
     if len(table.digests) not in (0, boxes * replica_claims.ROW_BYTES):
         raise InvalidRequest(f"{len(table.digests)} bytes of digests are not those of {boxes} boxes")
     for blob in table.blobs:

@@ -350,7 +350,8 @@ class Failed(Reply):
 
 class Outcome(Message):
     """The end of a save: committed, or aborted with the reason; `generation-dropped` for a dropped one. `left_out` are
-    groups that were staged, or to be added by the daemon, and are not in the checkpoint.
+    groups that were staged, or to be added by the daemon, and are not in the checkpoint. `spares` are the boxes of this
+    rank's table that another rank of this node stages from now on (`replica_claims.encode_bits`); empty for none.
     """
 
     type: Literal["outcome"] = "outcome"
@@ -359,6 +360,7 @@ class Outcome(Message):
     state: Literal["committed", "aborted"]
     problem: dict[str, Any] | None = None
     left_out: tuple[str, ...] = ()
+    spares: str = ""
 
 
 class Stop(Message):

@@ -85,6 +85,34 @@ def test_what_is_only_added_leaves_the_rest_in_its_place() -> None:
     assert [c.slot_offset for c in again.copies] == [c.slot_offset for c in first.copies]
 
 
+def test_what_another_rank_stages_gets_no_place() -> None:
+    """Its boxes are named apart, none of its bytes has a copy, and what is restless is staged all the same."""
+    state = trained()
+    train = TrainState(state, 0, 2, None)
+    snapshot = train.snapshot(None)
+    first = lay_out(snapshot, {}, lambda leaf, piece: True)
+    names = {leaf.path for leaf in snapshot.leaves if leaf.pieces[0].tensor.nbytes >= LONG_BYTES_MIN}
+    restless = min(names)
+    for before in (NOTHING, first._replace(leaves=(), marks=())):
+        layout = lay_out(
+            snapshot, {}, lambda leaf, piece: leaf.path != restless, before, spared=lambda leaf: leaf.path in names
+        )
+        assert {one.name for one in layout.spared} == names - {restless}
+        assert {copy.name for copy in layout.copies} == {copy.name for copy in first.copies} - names | {restless}
+        assert first.data_bytes - layout.data_bytes >= sum(one.octets.numel() for one in layout.spared)
+        encoded = encode_table(SaveIdentity("r", 1, 0, 0, 2), snapshot, layout, {}, FILE_BYTES_MAX)
+        table = slot_table.decode(encoded, layout.data_bytes)
+        assert table.unstaged == tuple(one.fragment for one in layout.spared)
+        staged = {(f.spec, f.boxes) for f in (*table.fragments, *table.unstaged) if f.boxes}
+        assert staged == {(f.spec, f.boxes) for f in first.fragments if f.boxes}
+    again = lay_out(
+        train.snapshot(None), {}, lambda leaf, piece: leaf.path != restless, layout, spared=lambda leaf: leaf.path in names
+    )
+    assert list(map(id, again.spared)) == list(map(id, layout.spared))
+    assert list(map(id, again.copies[: again.steady])) == list(map(id, layout.copies[: layout.steady]))
+    assert again.steady == layout.steady > 0
+
+
 def test_what_an_optimizer_will_add_is_not_underestimated() -> None:
     """Or the first save would need a larger slot than was made ready, and wait for it."""
     model = nn.Sequential(*(nn.Linear(257 + n, 1021, bias=True) for n in range(8)))

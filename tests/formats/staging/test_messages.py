@@ -60,6 +60,7 @@ PAIRS: dict[tuple[Model, Model], dict[str, str]] = {
     (wire.StopAt, messages.LastStep): {},
     (wire.Outcome, bodies.Upload): {
         "left_out": "an average is in shared memory",
+        "spares": "no other rank finds in its memory what a rank over HTTP leaves out",
         "number": "a rank may open several uploads of one step, one after the other",
         "data_bytes": "progress of an upload, where the socket has none",
         "table_bytes": "progress of an upload, where the socket has none",

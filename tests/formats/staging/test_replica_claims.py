@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,3 +35,11 @@ def test_a_ranks_own_says_whose_and_what_it_is(rank: int, group: str, name: str)
 def test_other_tensors_are_nobodys_own(name: str) -> None:
     assert replica_claims.parse_apart(replica_claims.HOME, name) is None
     assert replica_claims.parse_apart("model", replica_claims.apart(1, "model", "w")) is None
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(0, 60))
+def test_bits_of_boxes_survive_as_text(bits: list[bool], boxes: int) -> None:
+    """Missing ones are not set, and no bit says nothing."""
+    text = replica_claims.encode_bits(np.array(bits, np.bool_))
+    assert bool(text) == any(bits)
+    assert replica_claims.decode_bits(text, boxes).tolist() == [*bits, *[False] * boxes][:boxes]

@@ -76,6 +76,9 @@ def test_digests_are_put_behind_what_was_encoded_before() -> None:
     assert slot_table.with_digests(slot_table.encode(SAMPLE), b"") == slot_table.encode(SAMPLE)
     with pytest.raises(InvalidRequest, match="digests"):
         slot_table.decode(slot_table.with_digests(slot_table.encode(SAMPLE), digests * 2), DATA_BYTES)
+    sparing = msgspec.structs.replace(SAMPLE, unstaged=(StagedFragment(SPEC, (Box((0, 0), (2, 3)),), 10**6),))
+    found = slot_table.decode(slot_table.with_digests(slot_table.encode(sparing), digests * 2), DATA_BYTES)
+    assert found == msgspec.structs.replace(sparing, digests=digests * 2)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,8 @@ def test_digests_are_put_behind_what_was_encoded_before() -> None:
         ),
         ({"fragments": [[["model", "w", "BF16", [4, 3]], [[[2, 0], [2, 3]]], 0, "", "extra"]]}, "has parts of its own"),
         ({"fragments": [[["model", "w", "BF16", [4, 3]], [], 0, "", 5]]}, "cannot read"),
+        ({"unstaged": [[["model", "w", "F32", [4, 3]], [[[3, 0], [2, 3]]], 0]]}, "lies outside shape"),
+        ({"unstaged": [[["ema", "w", "F32", [4, 3]], [], 0]]}, "which is not saved"),
         ({"metrics": {"loss": None}}, "cannot read"),
         ({"step": "5"}, "cannot read"),
         ({"values": {"extra": {"lr": 0.5}}}, "cannot read"),

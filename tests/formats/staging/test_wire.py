@@ -58,7 +58,7 @@ TO_RANK: list[Message] = [
     wire.CopyFound(reply_to=24, copied=False, why="it is being copied"),
     wire.Stop(),
     wire.Failed(reply_to=2, problem=Pinned("x").problem()),
-    wire.Outcome(step=500, attempt=2, state="committed", left_out=("ema",)),
+    wire.Outcome(step=500, attempt=2, state="committed", left_out=("ema",), spares="gA=="),
     wire.Outcome(step=500, attempt=2, state="aborted", problem={"code": "no-space", "检": 1}),
 ]
 

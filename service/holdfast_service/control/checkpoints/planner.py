@@ -105,7 +105,7 @@ def _placed(ordered: Sequence[SlotTable]) -> tuple[PlannedFile, ...]:
     file_bytes_max = ordered[0].file_bytes_max or FILE_BYTES_MAX
     state = hashlib.sha256(str(file_bytes_max).encode())
     for table in ordered:
-        state.update(hashlib.sha256(msgspec.json.encode(table.fragments)).digest())
+        state.update(hashlib.sha256(msgspec.json.encode([table.fragments, table.unstaged])).digest())
     key = state.digest()
     with _lock:
         known = _remembered.pop(key, None)
@@ -114,6 +114,7 @@ def _placed(ordered: Sequence[SlotTable]) -> tuple[PlannedFile, ...]:
     apart = shared.compare(ordered)
     if known is None or known.apart != apart:
         held = held or _collect(ordered)
+        _refuse_unstaged(held, ordered)
         _set_apart(held, apart, replica_claims.HOME in ordered[0].groups)
         _round(held)
         known = _Known(shared, apart, _place(held, len(ordered), file_bytes_max))
@@ -178,6 +179,19 @@ def _collect(tables: Iterable[SlotTable]) -> dict[_Key, _Held]:
                     known.boxes.setdefault(box, []).append((table.rank, offset))
                 offset += box_bytes(spec, box)
     return held
+
+
+def _refuse_unstaged(held: Mapping[_Key, _Held], tables: Iterable[SlotTable]) -> None:
+    """`StateMismatch` for a part that ranks have left to another one which does not have it any more."""
+    for table in tables:
+        for fragment in table.unstaged:
+            known = held.get((fragment.spec.group, fragment.spec.name))
+            if known is None or not all(box in known.boxes for box in fragment.boxes):
+                raise StateMismatch(
+                    f"tensor {fragment.spec.name!r} of group {fragment.spec.group!r}: rank {table.rank} left it to another "
+                    "rank of this node, which did not save it this time",
+                    hint="save again: every rank stages all of its state from now on",
+                )
 
 
 def disagreed(spec: TensorSpec, rank: int, other: TensorSpec, other_rank: int) -> StateMismatch:

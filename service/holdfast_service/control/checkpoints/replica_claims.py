@@ -50,7 +50,7 @@ class SharedBoxes:
         specs: dict[Key, TensorSpec] = {}
         number = 0
         for table in ordered:
-            for fragment in table.fragments:
+            for fragment in (*table.fragments, *table.unstaged):
                 key = fragment.spec.group, fragment.spec.name
                 specs.setdefault(key, fragment.spec)
                 for box in fragment.boxes:
@@ -72,9 +72,9 @@ class SharedBoxes:
 
         Samples are compared with samples and whole digests with whole ones: a rank may be in its first save, others not.
         """
-        if not len(self._begins) or not all(table.digests for table in ordered):
+        rows = self._rows(ordered)
+        if rows is None:
             return {}
-        rows = np.frombuffer(b"".join(table.digests for table in ordered), "<u8").reshape(-1, 2)[self._numbers]
         suspects = np.flatnonzero(self._unequal(rows[:, 0]) | self._unequal(rows[:, 1]))
         apart: Apart = {}
         wrong: dict[str, set[int]] = {}
@@ -91,6 +91,24 @@ class SharedBoxes:
         if wrong:
             _refuse(wrong)
         return apart
+
+    def claimed(self, ordered: Sequence[SlotTable]) -> list[tuple[ReplicatedBox, tuple[int, ...]]]:
+        """The boxes that all their holders claim as a whole, and their places in the digests of all tables."""
+        rows = self._rows(ordered)
+        if rows is None:
+            return []
+        every = np.logical_and.reduceat((rows != 0).all(axis=1), self._begins)
+        found = []
+        for index in np.flatnonzero(every).tolist():
+            replicated, begin = self._named(index), int(self._begins[index])
+            found.append((replicated, tuple(self._numbers[begin : begin + len(replicated.ranks)].tolist())))
+        return found
+
+    def _rows(self, ordered: Sequence[SlotTable]) -> NDArray[np.uint64] | None:
+        """The digests of shared boxes, box by box; None without any."""
+        if not len(self._begins) or not all(table.digests for table in ordered):
+            return None
+        return np.frombuffer(b"".join(table.digests for table in ordered), "<u8").reshape(-1, 2)[self._numbers]
 
     def _unequal(self, values: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Of which boxes the present digests are not all equal."""

@@ -127,9 +127,9 @@ class MemoryCheckpoints:
         with self._lock:
             return any(hold.alone for hold in self._held.values())
 
-    def keep(self, run: str, step: int, attempt: int, slots: Mapping[int, SealedSlot]) -> None:
+    def keep(self, run: str, step: int, attempt: int, slots: Mapping[int, SealedSlot]) -> bool:
         """A step was committed from these slots, which are about to be released: keep it as the in-memory checkpoint instead
-        of an older step.
+        of an older step. Returns whether it is kept.
 
         Not kept: slots of ranks without shared memory, which no rank could read; data staged on disk; and segments that are
         being replaced by larger ones, because memory must not double.
@@ -138,8 +138,9 @@ class MemoryCheckpoints:
             table = next(iter(slots.values())).table
             of = MemoryStep(run, step, attempt, table.turn, table.world)
             self._hold(_Hold(of, {rank: _Part(s.segment, s.slot) for rank, s in slots.items()}))
-        else:
-            self.end(run)
+            return True
+        self.end(run)
+        return False
 
     def find(self, segments: Iterable[ArenaSegment]) -> None:
         """At start: keep the steps that an earlier daemon committed from these segments, if they are complete here, or other

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import ArenaFull, CheckpointError, InvalidRequest, NoSpace, StateMismatch
@@ -387,6 +387,11 @@ def check_identity(sealed: SealedSlot, owner: SegmentOwner, step: int) -> None:
     if (sealed.table.owner, sealed.table.step) != (owner, step):
         stated = f"{sealed.table.owner} at step {sealed.table.step}"
         raise StateMismatch(f"the slot's table names {stated}, but was sealed by {owner} at step {step}")
+
+
+def same_user(sealed: Iterable[SealedSlot]) -> bool:
+    """Whether these slots belong to ranks of one user."""
+    return len({one.segment.holder.tenant for one in sealed}) == 1
 
 
 def find_sealed(segment: ArenaSegment, slot: int) -> SealedSlot | None:

@@ -212,5 +212,7 @@ class RoundLifecycle:
                     self._active.queued.remove(current)
                 self._lock.notify_all()
             participants = list(current.participants.values())
+        outcome = outcome_of(current.key, error, groups)
         for participant in participants:
-            participant.notify(outcome_of(current.key, error, groups))
+            spares = current.spares.get(participant.rank, "")
+            participant.notify(outcome.model_copy(update={"spares": spares}) if spares else outcome)

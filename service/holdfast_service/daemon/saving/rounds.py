@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CheckpointError, RoundAborted, StateMismatch, from_problem
@@ -91,6 +91,7 @@ class SaveRound:
         self.completed = 0.0
         self.averaging: set[int] | None = None  # ranks whose slots are to get the average
         self.averaged: set[int] = set()  # those for which that was done
+        self.spares: Mapping[int, str] = {}  # what ranks need not stage from now on, as in their outcomes
 
     @property
     def complete(self) -> bool:

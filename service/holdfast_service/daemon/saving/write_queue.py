@@ -13,8 +13,10 @@ from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, RoundAborted
 from holdfast_formats.naming import Place
 from holdfast_service.control.checkpoints import planner
+from holdfast_service.control.checkpoints.spared_replicas import spared
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
+from holdfast_service.daemon.arena.segment import same_user
 from holdfast_service.daemon.saving.rounds import SaveRound
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
@@ -116,7 +118,8 @@ class WriteQueue:
         )
         manifest = self._control.saves.commit(current.id, plan, measured)
         self._history.ended(current)
-        self._holds.keep(*current.key, current.sealed)
+        if self._holds.keep(*current.key, current.sealed) and same_user(current.sealed.values()):
+            current.spares = spared(plan, [sealed.table for sealed in current.sealed.values()])
         published = time.monotonic()
         size = f"{manifest.bytes} bytes" + f", of which {linked} were not written again" * bool(linked)
         text = "%s@%s attempt %s committed: %s, planned in %.3f s, written in %.3f, published in %.3f"
