@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,17 @@ def test_a_shared_file_counts_once_for_the_oldest(training: Training) -> None:
     shutil.rmtree(training.path(2).parent)
     training.world.control.watch.relist(RUN)
     assert shared(training) == [0]
+
+
+def test_a_shared_file_that_was_cut_short_counts_once_all_the_same(training: Training) -> None:
+    """By hand, under all its names. Else a quota would refuse saves for bytes that are not on the disk."""
+    for step in (1, 2, 3):
+        training.save(step)
+    before = shared(training)
+    os.truncate(training.path(3), 1000)
+    training.world.control.watch.relist(RUN)
+    training.save(4)
+    assert shared(training)[:3] == before
 
 
 def test_a_catalog_that_is_made_again(training: Training) -> None:

@@ -6,7 +6,7 @@ storage is asked which names are of one file, so this is right whoever made or r
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from sqlalchemy import select, update
 
@@ -15,14 +15,20 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow
 from holdfast_service.storage import Store
 
+_BESIDE = frozenset({naming.COMMIT, naming.MANIFEST})  # not among the files that `bytes` counts
 
-def shared_bytes(store: Store, run: str, steps: Collection[int]) -> dict[int, int]:
-    """For each of these checkpoints, the bytes of its files that an older one of them has too."""
+
+def shared_bytes(store: Store, run: str, sizes: Mapping[int, int]) -> dict[int, int]:
+    """For each of these checkpoints, whose `bytes` are given, those of its files that an older one of them has too. A file
+    that was cut short counts as it was saved: each of its checkpoints states all of it.
+    """
     known, shared = set[str](), dict[int, int]()
-    for step in sorted(steps):
-        files = store.identities(naming.checkpoint_path(run, step)).values()
-        shared[step] = sum(file.bytes for file in files if file.id in known)
-        known |= {file.id for file in files}
+    for step in sorted(sizes):
+        files = store.identities(naming.checkpoint_path(run, step))
+        own = {name: file for name, file in files.items() if file.id not in known}
+        rest = sizes[step] - sum(file.bytes for name, file in own.items() if name not in _BESIDE)
+        shared[step] = max(rest, 0) if len(own) < len(files) else 0
+        known |= {file.id for file in files.values()}
     return shared
 
 
@@ -44,11 +50,11 @@ def look(store: Store, database: Database, run: str, anew: bool = False) -> None
     """
     row = CheckpointRow
     with database.read() as session:
-        listed = {step: size for step, size in session.execute(select(row.step, row.shared_bytes).where(row.run == run))}
-    if not any(listed.values()) and not (anew and len(listed) > 1):
+        found = session.execute(select(row.step, row.bytes, row.shared_bytes).where(row.run == run)).all()
+    if not any(shared for _, _, shared in found) and not (anew and len(found) > 1):
         return
-    found = shared_bytes(store, run, listed)
-    changed = {step: size for step, size in found.items() if size != listed[step]}
+    now = shared_bytes(store, run, {step: size for step, size, _ in found})
+    changed = {step: now[step] for step, _, shared in found if now[step] != shared}
     if changed:
         with database.write(hasty=True) as session:
             for step, size in changed.items():

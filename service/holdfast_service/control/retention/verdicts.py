@@ -85,7 +85,8 @@ class Verdicts:
     def _occupied(self, run: str, checkpoints: Mapping[int, bodies.CheckpointInfo]) -> int:
         """The bytes of these checkpoints, those of files that several of them have once."""
         shares = any(one.shared_bytes for one in checkpoints.values())
-        shared = shared_files.shared_bytes(self._store, run, checkpoints) if shares else {}
+        sizes = {step: one.bytes for step, one in checkpoints.items()}
+        shared = shared_files.shared_bytes(self._store, run, sizes) if shares else {}
         return sum(one.bytes - shared.get(step, 0) for step, one in checkpoints.items())
 
     def looked_at(
