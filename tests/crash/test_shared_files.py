@@ -25,6 +25,7 @@ from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.checkpoints import commit, planner
 from holdfast_service.control.recovery import sweep
 from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.copying import hard_links
 from holdfast_service.daemon.copying.second_copier import SecondCopier
 from holdfast_service.daemon.writing import writer
 from holdfast_service.storage import PosixStore, PosixTier
@@ -215,7 +216,7 @@ def test_a_fault_at_every_place_of_a_second_copy(directory: Path, code: int) -> 
 def test_a_cut_after_every_operation_of_a_second_copy(directory: Path) -> None:
     """The file is the shared one or the copy, whole; the other checkpoint is not touched."""
     root = directory / "recorded"
-    tier, recorder, tried = PosixTier(root), power.Recorder(root), 0
+    tier, recorder = PosixTier(root), power.Recorder(root)
     with steered(recorder):
         save(tier, 7)
         save(tier, 8, source=7)
@@ -227,6 +228,25 @@ def test_a_cut_after_every_operation_of_a_second_copy(directory: Path) -> None:
         file.write(0, [data])
         file.finish()
         store.mend(where, tier.read(f"{path}/{naming.MANIFEST}"), tier.read(f"{path}/{naming.COMMIT}"))
+    assert all_cuts_are_whole(directory, recorder, begun) > 20
+
+
+def test_a_cut_after_every_operation_of_a_repair_that_is_shared(directory: Path) -> None:
+    """The other checkpoint has its old file or the repaired one, whole."""
+    root = directory / "recorded"
+    tier, recorder = PosixTier(root), power.Recorder(root)
+    with steered(recorder):
+        save(tier, 7)
+        save(tier, 8)
+        begun = len(recorder.operations)
+        hard_links.share(PosixStore(tier), naming.CheckpointId(RUN, 7), BASE_FILE, 8)
+    assert inode(root, 7) == inode(root, 8)
+    assert all_cuts_are_whole(directory, recorder, begun) > 5
+
+
+def all_cuts_are_whole(directory: Path, recorder: power.Recorder, begun: int) -> int:
+    """Steps 7 and 8 are whole, and nothing is staged, after each power cut since; how many."""
+    tried = 0
     for number, (length, tree) in enumerate(power.cuts(recorder.operations, random.Random(0), 2)):
         if length < begun:
             continue
@@ -237,4 +257,4 @@ def test_a_cut_after_every_operation_of_a_second_copy(directory: Path) -> None:
         assert not [*(made / RUN / naming.STAGING).iterdir()]
         tried += 1
         shutil.rmtree(made)
-    assert tried > 20
+    return tried

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointsMissing, CorruptExtent, Damaged, NoSuchCheckpoint
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.repair import Repairer
+from holdfast_service.daemon.copying.second_copier import SecondCopier
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build, flip, varied_arrays
+from tests.daemon import frozen_training
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies, copies_world
+from tests.daemon.frozen_training import BASE_BYTES, BASE_FILE, Training
 from tests.daemon.saver_world import RUN as SAVED
-from tests.daemon.saver_world import SaverWorld
+from tests.daemon.saver_world import SaverWorld, saver_world
 from tests.daemons import wait_until
 
 DIRECTORY = naming.checkpoint_path(RUN, 5)
@@ -218,3 +222,93 @@ def test_from_slots_that_are_still_held(tmp_path: Path) -> None:
         assert repairer.run(SAVED, 1).left is not None, "a step that is held no more has no source"
     finally:
         world.close()
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    """Of three checkpoints, the first and the third share the frozen file, and the second one has its own."""
+    with saver_world(PosixTier(tmp_path / "root")) as world:
+        training = Training(world, tmp_path / "root")
+        training.save(1)
+        training.save(2)
+        control = world.control
+        assert SecondCopier(control.store, control.second_copies, control.readers).run_once(SAVED) == [BASE_FILE]
+        training.save(3)
+        assert training.inode(1) == training.inode(3) != training.inode(2)
+        yield training
+
+
+def repaired(training: Training, step: int) -> list[tuple[int | None, object]]:
+    """The step and the source of each repair that this one tells."""
+    since = training.world.control.events.after(0, 100)[-1].id
+    Repairer(training.world.control, dict).restore(SAVED, step)
+    told = training.world.control.events.after(since, 100, kind="checkpoint-repaired")
+    return [(event.step, event.detail["source"]) for event in told]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_shared_file_is_repaired_from_a_neighbour(training: Training, step: int) -> None:
+    """In all checkpoints that have it, which share it as before; and the other one is not touched."""
+    before, own = training.path(1).read_bytes(), training.inode(2)
+    frozen_training.flip(training.path(3))
+    assert repaired(training, step) == [(step, "step 2")]
+    for sound in (1, 2, 3):
+        assert training.is_whole(sound) and training.path(sound).read_bytes() == before
+        assert repaired(training, sound) == []
+    assert training.inode(1) == training.inode(3) and training.inode(2) == own
+    assert training.world.tier.list(f"{SAVED}/{naming.STAGING}") == []
+
+
+@pytest.mark.parametrize("way", ["cut", "gone"])
+def test_a_shared_file_that_is_cut_or_gone(training: Training, way: str) -> None:
+    """The other name of a deleted file is a neighbour's as well, and the file is given to nobody else."""
+    if way == "cut":
+        os.truncate(training.path(3), 100)
+    else:
+        training.save(4)  # the second one's file has several names then
+        training.path(3).unlink()
+    (told,) = repaired(training, 3)
+    assert told in {(3, "step 2"), (3, "manifest, step 2")}
+    assert all(training.is_whole(step) for step in training.world.control.store.steps(SAVED))
+
+
+def test_a_neighbour_repairs_only_what_is_sound_in_it(training: Training) -> None:
+    """Damaged at the same place, it has nothing to give, and no file changes; elsewhere, it has."""
+    frozen_training.flip(training.path(3))
+    frozen_training.flip(training.path(2))
+    files = {step: (training.inode(step), training.path(step).read_bytes()) for step in (1, 2, 3)}
+    for step in (1, 2, 3):
+        with pytest.raises(CorruptExtent, match="no other copy"):
+            repaired(training, step)
+    assert {step: (training.inode(step), training.path(step).read_bytes()) for step in (1, 2, 3)} == files
+    frozen_training.flip(training.path(2))
+    frozen_training.flip(training.path(2), 30)  # in the header
+    assert repaired(training, 3) == [(3, "step 2")]
+    assert training.is_whole(1) and training.is_whole(3)
+
+
+def test_a_neighbour_with_other_bytes_is_no_source(tmp_path: Path) -> None:
+    """Its file has the same name and length."""
+    with saver_world(PosixTier(tmp_path / "root")) as world:
+        training = Training(world, tmp_path / "root")
+        training.save(1)
+        training.save(2, BASE_BYTES ^ 1)
+        training.save(3, BASE_BYTES ^ 1)
+        assert training.inode(2) == training.inode(3)
+        for step in (1, 3):
+            frozen_training.flip(training.path(step))
+        for step in (1, 2, 3):
+            with pytest.raises(CorruptExtent, match="no other copy"):
+                repaired(training, step)
+
+
+def test_files_that_are_alike_and_not_shared_are_no_source(tmp_path: Path) -> None:
+    """Every file has one name: nothing says that the steps have the same bytes on purpose."""
+    with saver_world(PosixTier(tmp_path / "root")) as world:
+        training = Training(world, tmp_path / "root")
+        training.save(1, frozen=False)
+        training.save(2, frozen=False)
+        frozen_training.flip(training.path(2))
+        with pytest.raises(CorruptExtent, match="no other copy"):
+            repaired(training, 2)
+        assert training.is_whole(1)

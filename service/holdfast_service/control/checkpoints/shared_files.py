@@ -34,14 +34,21 @@ def shared_bytes(store: Store, run: str, sizes: Mapping[int, int]) -> dict[int, 
 
 def sharing(store: Store, run: str, step: int, names: Collection[str] | None) -> list[int]:
     """The other checkpoints that have one of these files of a checkpoint, or one of all."""
+    found = by_file(store, run, step)
+    return sorted({other for name, others in found.items() if names is None or name in names for other in others})
+
+
+def by_file(store: Store, run: str, step: int) -> dict[str, list[int]]:
+    """For each file that a checkpoint shares, the other checkpoints that have it under the same name."""
     files = store.identities(naming.checkpoint_path(run, step))
-    known = {file.id for name, file in files.items() if file.names > 1 and (names is None or name in names)}
-    others = [other for other in store.steps(run) if other != step] if known else []
-
-    def has(other: int) -> bool:
-        return not known.isdisjoint(file.id for file in store.identities(naming.checkpoint_path(run, other)).values())
-
-    return [other for other in others if has(other)]
+    shared = {name: file.id for name, file in files.items() if file.names > 1}
+    found: dict[str, list[int]] = {name: [] for name in shared}
+    for other in store.steps(run) if shared else ():
+        theirs = store.identities(naming.checkpoint_path(run, other)) if other != step else {}
+        for name, identity in shared.items():
+            if name in theirs and theirs[name].id == identity:
+                found[name].append(other)
+    return found
 
 
 def look(store: Store, database: Database, run: str, anew: bool = False) -> None:

@@ -16,6 +16,7 @@ from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
 from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
+from holdfast_service.daemon.copying.hard_links import neighbours
 from holdfast_service.daemon.copying.repair_sources import Directory, RepairSource
 from holdfast_service.storage import Store
 
@@ -29,7 +30,7 @@ class FileRepair(NamedTuple):
 
 
 def mend_file(store: Store, pair: CommittedManifest, file: str, sources: Sequence[RepairSource]) -> FileRepair:
-    """Repair one file of the checkpoint that was committed with `pair`.
+    """Repair one file of the checkpoint that was committed with `pair`, from `sources`, or its neighbours.
 
     Raises `CorruptExtent` for the first damaged piece that no source has, and then changes nothing; and errors of
     the store, after which the old file or the new one exists.
@@ -43,13 +44,15 @@ def mend_file(store: Store, pair: CommittedManifest, file: str, sources: Sequenc
     listed = verification.pieces(manifest)[file]
     damaged: list[Piece] = []
     labels: list[str] = []
+    near: list[Directory] | None = None
     staged = store.begin(place)
     writer = staged.create(file, entry.bytes)
     try:
         for piece in listed:
             data = itself.piece(piece)
             if data is None:
-                label, found = _have(piece, sources)
+                near = neighbours(store, manifest, file) if near is None else near
+                label, found = _have(piece, [*sources, *near])
                 damaged.append(piece)
                 labels.append(label)
                 writer.write(piece.start, [found])

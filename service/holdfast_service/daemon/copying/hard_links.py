@@ -1,5 +1,6 @@
 """Files that a checkpoint can take from another one, as second names of the same bytes: those of the checkpoint that it
-replaces, and in a replica those that earlier copies have.
+replaces, in a replica those that earlier copies have, and those that were repaired. A repair reads other files of the same
+bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint
 from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_service.daemon.copying.copies import CopyControl, carry, read_back
+from holdfast_service.daemon.copying.repair_sources import Directory
 from holdfast_service.storage import FileIdentity, StagedCheckpoint, Store
 
 LOOKED_AT_MAX = 3  # copies in a replica, those of the nearest steps, for their unchanged files
@@ -65,7 +67,7 @@ def unchanged(store: Store, manifest: Manifest) -> dict[str, int]:
     Where several have a file, it is taken from one with other bytes on the disk than the nearest step, so that one damaged
     byte is not in all of them; and where these are all the same bytes, it is copied once more.
     """
-    mine, found = _extents_by_file(manifest), dict[str, list[_Having]]()
+    found = dict[str, list[_Having]]()
     others = [step for step in store.steps(manifest.run) if step != manifest.step]
     for step in sorted(others, key=lambda step: abs(step - manifest.step))[:LOOKED_AT_MAX]:
         directory = naming.checkpoint_path(manifest.run, step)
@@ -73,10 +75,8 @@ def unchanged(store: Store, manifest: Manifest) -> dict[str, int]:
             other, identities = open_checkpoint(store.files, directory).manifest, store.identities(directory)
         except CheckpointError:  # its own check says what is wrong with it
             continue
-        theirs = _extents_by_file(other)
-        for file in other.files:
-            if file.name in theirs and file in manifest.files and theirs[file.name] == mine[file.name]:
-                found.setdefault(file.name, []).append(_Having(step, identities.get(file.name)))
+        for file in same_files(manifest, other):
+            found.setdefault(file, []).append(_Having(step, identities.get(file)))
     return {name: source for name, having in found.items() if (source := _source(having)) is not None}
 
 
@@ -85,6 +85,52 @@ def _source(having: Sequence[_Having]) -> int | None:
     if nearest.identity is None or len(having) == 1:
         return nearest.step
     return next((one.step for one in having if one.identity is not None and one.identity.id != nearest.identity.id), None)
+
+
+def same_files(manifest: Manifest, other: Manifest) -> list[str]:
+    """The files with tensors of which two manifests state the same: length, header, and digests of all bytes."""
+    mine, theirs = _extents_by_file(manifest), _extents_by_file(other)
+    both = [file.name for file in other.files if file in manifest.files and file.name in theirs]
+    return [name for name in both if theirs[name] == mine[name]]
+
+
+def neighbours(store: Store, manifest: Manifest, file: str) -> list[Directory]:
+    """Other checkpoints of the run that state the same of this file, and have it as another file on the disk, each of these
+    once, the nearest step first. Only where one of the two files has several names: so its steps share it, and are not
+    alike by chance.
+    """
+    own = store.identities(naming.checkpoint_path(manifest.run, manifest.step))
+    known = {own[file].id} if file in own else set[str]()
+    names = own[file].names if file in own else 0
+    found = list[Directory]()
+    others = store.steps(manifest.run) if own else []
+    for step in sorted(others, key=lambda other: abs(other - manifest.step)):
+        directory = naming.checkpoint_path(manifest.run, step)
+        try:
+            theirs = store.identities(directory).get(file)
+            if theirs is None or theirs.id in known or max(theirs.names, names) == 1:
+                continue
+            if file in same_files(manifest, open_checkpoint(store.files, directory).manifest):
+                known.add(theirs.id)
+                found.append(Directory(f"step {step}", store.files, directory))
+        except CheckpointError:  # its own check says what is wrong with it
+            continue
+    return found
+
+
+def share(store: Store, which: CheckpointId, file: str, step: int) -> None:
+    """Give a checkpoint's file to another one whose manifest states the same of it, in place of its own (I4)."""
+    run, path = which.run, naming.checkpoint_path
+    pair = open_checkpoint(store.files, path(run, step))
+    if file not in same_files(pair.manifest, open_checkpoint(store.files, path(*which)).manifest):
+        return
+    place = naming.job_place(run, step)  # another node may repair it
+    staged = store.begin(place)
+    try:
+        if staged.take(file, which.step):
+            store.mend(place, pair.encoded, pair.commit)
+    finally:
+        store.discard(place)
 
 
 def _extents_by_file(manifest: Manifest) -> dict[str, dict[str, object]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
@@ -19,9 +19,11 @@ from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.wire import HeldPart
+from holdfast_service.control.checkpoints import shared_files
 from holdfast_service.control.checkpoints.replicas import RepairRecords
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.copying import hard_links
 from holdfast_service.daemon.copying.copies import CopyControl, carry
 from holdfast_service.daemon.copying.file_repair import FileRepair, mend_file, mend_pair
 from holdfast_service.daemon.copying.manifest_repair import same_pairs, stored, trusted_pair
@@ -120,18 +122,32 @@ class Repairer:
         others: dict[str, Files] = {} if name is None else {PRIMARY: self._control.records}
         others |= {f"replica {other}": one.records for other, one in self._replicas().items() if other != name}
         with self._lock, self._control.readers.reading(*which):
+            shared: dict[str, list[int]] = {}
+            with suppress(CheckpointError):  # the repair will say it
+                shared = shared_files.by_file(target, *which)
             try:
                 outcome = mend(target, which, error, RepairCandidates(others, self._held, self._records.known(*which)))
             except NoSuchCheckpoint:
                 if name is not None:
                     raise
                 return bring_back(target, which, others, self._records)
+            for mended in outcome.mended:
+                self._share(target, which, mended.file, shared.get(mended.file, []))
         where = {} if name is None else {"replica": name}
         for mended in outcome.mended:
             self._records.repaired(*which, {**detail_of(mended), **where})
         if outcome.left is not None:
             log.error("%s@%s %s could not be repaired: %s", *which, where or "", outcome.left.detail)
         return outcome
+
+    def _share(self, target: Store, which: CheckpointId, file: str, steps: Sequence[int]) -> None:
+        """Put a repaired file in the place of the damaged one in the checkpoints that had it, too."""
+        for step in steps:
+            try:
+                with self._control.readers.reading(which.run, step):
+                    hard_links.share(target, which, file, step)
+            except CheckpointError as error:  # it is damaged still, as its own check says
+                log.warning("%s@%s keeps the damaged %s: %s", which.run, step, file, error.detail)
 
     def _held(self, manifest: Manifest) -> AbstractContextManager[HeldSlotSource | None]:
         return held_slots(*self._lend(manifest.run, manifest.step), manifest, self._control)
