@@ -361,11 +361,12 @@ def test_a_damaged_copy_is_found_and_mended(world: CopiesWorld, tmp_path: Path) 
 
 
 def test_a_damaged_copy_of_a_damaged_checkpoint(world: CopiesWorld, tmp_path: Path) -> None:
-    """What is damaged in both stays damaged, and is listed so."""
+    """What is damaged in both, and in all copies with the same bytes, stays damaged, and is listed so."""
     world.copy()
     entry = next(e for e in world.built[RUN, 5].manifest.tensors["model"].values() if e.nbytes)
-    for path in (far(tmp_path), world.path()):
-        flip(path / entry.file, entry.start)
+    copied = {path.stat().st_ino: path for path in (far(tmp_path, step) / entry.file for step in STEPS)}
+    for path in (*copied.values(), world.path() / entry.file):
+        flip(path, entry.start)
     left = world.replicators["far"].check(RUN, 5)
     assert left is not None and left.members["file"] == entry.file
     assert world.states(5) == {"far": "damaged"}
