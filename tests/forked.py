@@ -56,6 +56,7 @@ IMPORTED: dict[Kind, tuple[str, ...]] = {
 }
 MESSAGE_BYTES_MAX = 2**20
 SHARED = "HOLDFAST_TESTS_FORKED"  # the directory of the sockets of servers that all testers use
+_connecting = threading.Lock()
 
 
 class Forked:
@@ -177,8 +178,13 @@ def share() -> None:
     os.environ[SHARED] = directory.name
 
 
-@functools.lru_cache
 def _server(kind: Kind) -> _Server:
+    with _connecting:  # else two threads that ask first would have two servers, each with the children of one
+        return _connected(kind)
+
+
+@functools.lru_cache
+def _connected(kind: Kind) -> _Server:
     directory = os.environ.get(SHARED)
     if directory is None:
         return _Server(_start(kind))

@@ -308,6 +308,7 @@ with Checkpointer("llama3-8b", {"model": model, "optim": optimizer}) as checkpoi
             checkpointer.save(step, metrics={"loss": 1.0 / step}, wait="durable")
         if step == 500:
             os.kill(os.getpid(), signal.SIGKILL)
+os.system("holdfast wait llama3-8b@600")
 """
 BEFORE = [
     Snippet("sh", BESIDE, "holdfast serve --root holdfast-data --replica nas=nas\n"),

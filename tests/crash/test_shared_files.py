@@ -1,4 +1,4 @@
-"""Files that several checkpoints share: killed, cut or failing at any moment, all committed checkpoints are whole (I1)."""
+"""Files that several checkpoints share: killed, cut or failing at any moment, all checkpoints are whole (I1, I4)."""
 
 from __future__ import annotations
 

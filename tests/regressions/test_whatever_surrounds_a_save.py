@@ -108,7 +108,7 @@ def test_a_compiled_step_waits_for_the_copy(daemon: RunningDaemon) -> None:
             ticket = checkpointer.save(number)
             copy = checkpointer._saves._last._copy
             compiled()
-            assert copy._copied.is_set()
+            assert copy._first.done.is_set()
             ticket.result(180)
 
 

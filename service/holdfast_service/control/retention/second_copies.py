@@ -1,7 +1,7 @@
 """Decides which checkpoint gets files of its own where the two newest ones share theirs, and puts the copies in place.
 
 One damaged byte must not be in all checkpoints of a run. Saves take an unchanged file from a checkpoint that has other bytes
-on the disk than the newest one; so after one copy, no two neighbours share a file again. A copy replaces the file whole (I4).
+on the disk than the newest one; so after one copy, no two neighbours share a file again. A copy is renamed over it (I4).
 """
 
 from __future__ import annotations
