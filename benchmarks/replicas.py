@@ -28,7 +28,7 @@ from torch import nn
 from benchmarks.processes import pss, tree
 from holdfast import Checkpointer
 from holdfast.stage import replica_claims
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon, running, shared_memory
 
 WAYS = ("once", "each")
 MIB = 2**20
@@ -119,16 +119,6 @@ class Launch(NamedTuple):
             process.wait()
 
 
-def segments(daemon: RunningDaemon) -> int:
-    """The memory of the daemon's segments, in bytes."""
-    found = {}
-    for fd in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
-        if "memfd:holdfast" in os.readlink(fd):
-            about = fd.stat()
-            found[about.st_ino] = about.st_blocks * 512
-    return sum(found.values())
-
-
 def lap(directory: Path, way: str, ranks: int, state_bytes: int, saves: int, pause_s: float) -> dict[str, Any]:
     """One launch of saves, and the restore of the next one."""
     found: dict[str, Any] = defaultdict(list)
@@ -142,7 +132,7 @@ def lap(directory: Path, way: str, ranks: int, state_bytes: int, saves: int, pau
                 found[name if step > SETTLED else f"{name}, save {step}"].append(max(one[name] for one in said))
         processes = [pid for process in launch.processes for pid in tree(process.pid)]
         all_pss = pss([*processes, *tree(daemon.process.pid)])
-        found["segments / state"] = segments(daemon) / launch.state_bytes
+        found["segments / state"] = shared_memory(daemon) / launch.state_bytes
         found["PSS above the state / state"] = (all_pss - launch.pss_before - daemon_before) / launch.state_bytes
         launch.kill()
         again = Launch.begin(daemon, way, ranks, state_bytes, 2)

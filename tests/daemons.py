@@ -149,6 +149,16 @@ def copy_served(source: Path, target: Path) -> None:
             raise
 
 
+def shared_memory(daemon: RunningDaemon) -> int:
+    """Bytes of memory that the segments of its ranks have."""
+    found = {}
+    for fd in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
+        if "memfd:holdfast" in os.readlink(fd):
+            about = fd.stat()
+            found[about.st_ino] = about.st_blocks * 512
+    return sum(found.values())
+
+
 def hide(daemon: RunningDaemon) -> None:
     """From here on the daemon's socket cannot be reached by its path, as on another machine."""
     os.rename(daemon.socket, daemon.socket.with_suffix(".hidden"))

@@ -225,7 +225,9 @@ class SaveTicket:
         if wait == "durable" or not self.wait_staged() or self.error is not None:
             self.result(within_s)
 
-    def lacks(self, groups: Collection[str]) -> None:
+    def hear(self, groups: Collection[str], spares: str) -> None:
+        """Take in what the daemon says of the save: groups that it lacks, and what another rank stages from now on."""
+        self.spares = spares
         gone = [group for group in self.groups if group in groups]
         if gone:
             self.groups = tuple(group for group in self.groups if group not in groups)
@@ -344,8 +346,7 @@ class Tickets:
         """Handle the daemon's outcome of a step."""
         ticket = self._open.pop(outcome.step, None)
         if ticket is not None:
-            ticket.lacks(outcome.left_out)
-            ticket.spares = outcome.spares
+            ticket.hear(outcome.left_out, outcome.spares)
             self._lacking += [ticket] * bool(outcome.left_out)
             self._end(ticket, from_problem(outcome.problem or {}) if outcome.state == "aborted" else None)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from torch import nn
 
 from holdfast import Fragment
 from holdfast_formats.errors import ReplicasDiffer, StateMismatch, TornSnapshot
-from tests.daemons import RunningDaemon
+from tests.daemons import RunningDaemon, shared_memory
 from tests.kit.ranks import World
 
 SIDE = 512  # a square of floats is above `SPARED_BYTES_MIN`
@@ -45,16 +43,6 @@ def distinct(of: dict[str, Any]) -> int:
 def staged(world: World) -> list[int]:
     """Bytes of each rank's last slot."""
     return [rank._saves._contents.layout.data_bytes for rank in world.ranks]
-
-
-def shared_memory(daemon: RunningDaemon) -> int:
-    """Bytes of memory that the arena has."""
-    found = {}
-    for fd in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
-        if "memfd:holdfast" in os.readlink(fd):
-            about = fd.stat()
-            found[about.st_ino] = about.st_blocks * 512
-    return sum(found.values())
 
 
 def files(daemon: RunningDaemon, run: str, step: int) -> dict[str, bytes]:

@@ -28,6 +28,8 @@ def keys(named: Sequence[NamedTensors], optimizers: Sequence[OptimizerEntry]) ->
     Trained are also buffers, weights with a full-precision copy, averages of other weights than frozen ones, and everything
     that shares memory with trained tensors.
     """
+    if not any(_is_still(value) for _, _, value in _tensors(named)):  # as in most trainings
+        return frozenset()
     stepped = {name for optimizer in optimizers for name in _stepped(optimizer)}
     weights = {_prefixed(part, name): value for part, name, value in _tensors(named) if part.group not in _BESIDE}
     stepped |= {pair.name for pair in masters.in_place_of(weights, stepped)}

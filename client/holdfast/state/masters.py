@@ -141,7 +141,7 @@ def settle(restoration: MatchedLeaves, beside_weights: BesideWeights, retention_
     """
     if retention_request not in (None, "from-model"):
         raise InvalidRequest(f"masters must be 'from-model' or None, not {retention_request!r}")
-    filled = MemorySpans(memory_span(piece.tensor) for leaf in restoration.live for piece in leaf.pieces)
+    filled = MemorySpans([memory_span(piece.tensor) for leaf in restoration.live for piece in leaf.pieces])
     weights_filled = any(_in(weight, filled) for weight in beside_weights.weights)
     if weights_filled and any(_stays(average, filled) for average in beside_weights.averages):
         text = "the group ema was not restored with the weights: it still contains the average of the previous weights"

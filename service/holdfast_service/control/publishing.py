@@ -93,7 +93,7 @@ class Publishing:
             known = None
         if known != bodies.as_committed(checkpoint):
             self._catalog.record_checkpoint(checkpoint, roots.stamp(self._store, run, step))
-            shared_files.look(self._store, self._catalog.database, run, anew=True)
+            shared_files.look(self._store, self._catalog.database, run, may_share=True)
             with self._catalog.database.write() as session:
                 replicas.removed(session, run, step)
         self._rotation.replaced.listed(run, step)

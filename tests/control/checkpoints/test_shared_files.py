@@ -46,7 +46,7 @@ def preview(training: Training, **rules: Any) -> Any:
 
 
 def test_a_shared_file_counts_once_for_the_oldest(training: Training) -> None:
-    """Whichever of its checkpoints is removed, and by whom; sums of the catalog are those of the disk."""
+    """Whichever of its checkpoints is removed, by Holdfast or by hand; sums of the catalog are those of the disk."""
     for step in (1, 2, 3):
         training.save(step)
     base = training.path(1).stat().st_size

@@ -1,4 +1,4 @@
-"""Whoever stages replicas for whom, the files are the same; and what is spared, one rank always stages."""
+"""Whichever rank stages a replica for others, the files are the same; and one rank always stages what others leave out."""
 
 from __future__ import annotations
 

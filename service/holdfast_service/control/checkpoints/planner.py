@@ -23,7 +23,7 @@ from holdfast_formats.staging import replica_claims, slot_table
 from holdfast_formats.staging.average import GROUP as EMA
 from holdfast_formats.staging.plan import BoxOrigin, PlannedAsset, PlannedFile, PlannedTensor, WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_formats.tensors import TensorSpec, box_bytes
+from holdfast_formats.tensors import StagedFragment, TensorSpec, box_bytes
 from holdfast_service.control.checkpoints.replica_claims import Apart, SharedBoxes, only_averages, own_spec
 
 _Key = tuple[str, str]
@@ -33,14 +33,24 @@ _Holders = dict[Box, list[tuple[int, int]]]  # box -> (rank, slot offset) of eve
 class _Held:
     """Everything the ranks declare about one tensor."""
 
-    def __init__(self, spec: TensorSpec, placement: str, rank: int) -> None:
+    def __init__(self, spec: TensorSpec, placement: str, rank: int, frozen: bool = True) -> None:
         self.spec = spec
         self.placement = placement
         self.declared_by = rank
         self.boxes: _Holders = {}
         self.rounded_from = ""
         self.held_as = ""
-        self.frozen = True  # as long as all ranks say so
+        self.frozen = frozen  # as long as all ranks say so
+
+    def add(self, fragment: StagedFragment, rank: int) -> None:
+        """Take in what a rank declares."""
+        self.rounded_from = self.rounded_from or fragment.rounded_from
+        self.frozen = self.frozen and fragment.frozen
+        offset = fragment.slot_offset
+        for box in fragment.boxes:
+            if box.volume:
+                self.boxes.setdefault(box, []).append((rank, offset))
+            offset += box_bytes(self.spec, box)
 
     def round_from(self, master: _Held) -> None:
         """Read the master's bytes in its place, which are rounded when they are written."""
@@ -171,13 +181,7 @@ def _collect(tables: Iterable[SlotTable]) -> dict[_Key, _Held]:
             known = held.setdefault((spec.group, spec.name), _Held(spec, fragment.placement, table.rank))
             if known.spec != spec:
                 raise disagreed(spec, table.rank, known.spec, known.declared_by)
-            known.rounded_from = known.rounded_from or fragment.rounded_from
-            known.frozen = known.frozen and fragment.frozen
-            offset = fragment.slot_offset
-            for box in fragment.boxes:
-                if box.volume:
-                    known.boxes.setdefault(box, []).append((table.rank, offset))
-                offset += box_bytes(spec, box)
+            known.add(fragment, table.rank)
     return held
 
 
@@ -211,8 +215,8 @@ def _set_apart(held: dict[_Key, _Held], apart: Apart, kept: bool) -> None:
         box = whole(of.spec.shape)
         for rank, offset in of.boxes[box]:
             if rank in ranks and kept:
-                own = _Held(own_spec(of.spec, rank), of.placement, rank)
-                own.boxes[box], own.frozen = [(rank, offset)], of.frozen
+                own = _Held(own_spec(of.spec, rank), of.placement, rank, of.frozen)
+                own.boxes[box] = [(rank, offset)]
                 held[own.spec.group, own.spec.name] = own
         of.boxes[box] = [holder for holder in of.boxes[box] if holder[0] not in ranks]
 

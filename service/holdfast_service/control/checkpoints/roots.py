@@ -249,7 +249,7 @@ def _relist(store: Store, catalog: Catalog, run: str, how: _Comparison) -> list[
     gone = {step: before[step] for step in before if step in replaced or step in missing}
     if gone or listed_now or again:
         catalog.relist(run, gone, listed_now, again, utc_now(), how.is_known)
-        shared_files.look(store, catalog.database, run, anew=bool(listed_now))
+        shared_files.look(store, catalog.database, run, may_share=bool(listed_now))
     for checkpoint, damage in damaged:
         _list_damaged(catalog, checkpoint, damage, before)
     # Not a damaged one that was listed before: if it is gone, the next comparison finds and records that.

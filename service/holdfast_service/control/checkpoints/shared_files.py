@@ -1,7 +1,7 @@
 """Bytes that several checkpoints of a run have in common, because a later save took a file from an earlier one.
 
 They count once, for the oldest checkpoint that has them: a run occupies the sum of `bytes` less that of `shared_bytes`. The
-storage is asked which names are of one file, so this is right whoever made or removed them.
+storage is asked which names are of one file, so it does not matter what made or removed them.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def by_file(store: Store, run: str, step: int) -> dict[str, list[int]]:
     return found
 
 
-def look(store: Store, database: Database, run: str, anew: bool = False) -> None:
-    """Update what the catalog says of a run. Unless `anew`, a run of which it says nothing is left alone: none of its files
-    were taken from others.
+def look(store: Store, database: Database, run: str, may_share: bool = False) -> None:
+    """Update what the catalog says of a run. A run without shared files is left alone, unless a new checkpoint `may_share`
+    some.
     """
     row = CheckpointRow
     with database.read() as session:
         found = session.execute(select(row.step, row.bytes, row.shared_bytes).where(row.run == run)).all()
-    if not any(shared for _, _, shared in found) and not (anew and len(found) > 1):
+    if not any(shared for _, _, shared in found) and not (may_share and len(found) > 1):
         return
     now = shared_bytes(store, run, {step: size for step, size, _ in found})
     changed = {step: now[step] for step, _, shared in found if now[step] != shared}

@@ -121,6 +121,10 @@ class SaveRound:
         """All ranks have sealed."""
         self.completed = time.monotonic()
 
+    def spare(self, spares: Mapping[int, str]) -> None:
+        """What each rank need not stage from now on."""
+        self.spares = spares
+
     def begin_averaging(self) -> dict[int, SealedSlot]:
         """The slots that are sealed so far, which are to get the average."""
         self.averaging = set(self.sealed)

@@ -114,12 +114,13 @@ class WriteQueue:
             fsync_s=timed.seconds,
             queue_s=taking - current.completed,
             raised_s=schedule.raised_s,
-            **({"linked_bytes": float(linked)} if linked else {}),
         )
+        if linked:
+            measured["linked_bytes"] = float(linked)
         manifest = self._control.saves.commit(current.id, plan, measured)
         self._history.ended(current)
         if self._holds.keep(*current.key, current.sealed) and same_user(current.sealed.values()):
-            current.spares = spared(plan, [sealed.table for sealed in current.sealed.values()])
+            current.spare(spared(plan, [sealed.table for sealed in current.sealed.values()]))
         published = time.monotonic()
         size = f"{manifest.bytes} bytes" + f", of which {linked} were not written again" * bool(linked)
         text = "%s@%s attempt %s committed: %s, planned in %.3f s, written in %.3f, published in %.3f"
