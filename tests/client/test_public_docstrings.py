@@ -12,7 +12,7 @@ import pytest
 import holdfast
 
 DOCUMENTED = ("Checkpoint", "Checkpointer", "SaveTicket")  # of which each method is, too
-OF_THE_PACKAGE = {"SaveTicket": {"await_promise", "end", "lacks", "mark_staged", "saved_before", "when_ended"}}
+OF_THE_PACKAGE = {"SaveTicket": {"await_promise", "end", "hear", "lacks", "mark_staged", "saved_before", "when_ended"}}
 NAMES = sorted(set(holdfast.__all__) - {"__version__"})
 
 
