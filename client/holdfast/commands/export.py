@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LEFT_OUT_SHOWN = 20
 STDOUT = "-"
+KINDS = "hf, peft, dcp, paddle-uc or paddle-flex"
 
 Target = Annotated[
     Path,
@@ -38,15 +39,15 @@ ModelOnly = Annotated[
 ]
 As = Annotated[
     str | None,
-    typer.Option("--as", metavar="KIND", help="Export for another program: hf, peft, dcp, paddle-uc or paddle-flex."),
+    typer.Option("--as", metavar="KIND", help=f"Export for another program: {KINDS}."),
 ]
 Source = Annotated[
     str, typer.Argument(metavar="SRC", help="Directory of a checkpoint, of any kind that `holdfast import` reads.")
 ]
 NewTarget = Annotated[Path, typer.Argument(metavar="DEST", help="Target directory; it must not exist yet.")]
-MadeAs = Annotated[str, typer.Option("--as", metavar="KIND", help="What to make: hf, peft, dcp, paddle-uc or paddle-flex.")]
+MadeAs = Annotated[str, typer.Option("--as", metavar="KIND", help=f"What to make: {KINDS}.")]
 Weights = Annotated[
-    str | None, typer.Option("--weights", metavar="GROUP", help="With --as hf, the weights: model, ema or master.")
+    str | None, typer.Option("--weights", metavar="GROUP", help="With --as hf or dcp, the weights: model, ema or master.")
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="Convert the weights, to bf16 for example.")]
 Layout = Annotated[

@@ -52,6 +52,12 @@ def is_document(held: Any) -> bool:
     return isinstance(held, dict) and isinstance(held.get("groups"), dict)
 
 
+def masters_in(held: Any) -> frozenset[str]:
+    """The parameters whose full-precision copies an optimizer keeps in its own state."""
+    masters = _plain(held.get("masters", {})) if is_document(held) else {}
+    return frozenset(name for names in masters.values() for name in names)
+
+
 def renamed(held: Any, became: Callable[[str], Sequence[str]]) -> Any:
     """An optimizer's document with its parameters under the names that each `became`; other values as they are.
 

@@ -106,7 +106,7 @@ class MergeArguments(Arguments):
 class ExportTerms(Arguments):
     """How a checkpoint is exported for another program."""
 
-    form: Text | None = Field(default=None, alias="as", description="the program: hf, peft, dcp, paddle-uc, paddle-flex")
+    form: Text | None = Field(default=None, alias="as", description=f"the program: {', '.join(EXPORT_KINDS)}")
     weights: Text | None = Field(default=None, description="model, ema or master; model if not given")
     dtype: Text | None = Field(default=None, description="convert the weights, to bf16 for example")
     layout: Text | None = Field(default=None, description="key names for dcp: fsdp, torchtitan or plain")

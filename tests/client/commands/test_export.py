@@ -13,7 +13,9 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from holdfast.commands import export
 from holdfast_formats import naming
+from holdfast_formats.rest.jobs import EXPORT_KINDS
 from tests.checkpoints import build, flip
 from tests.kit.commands import call, call_json
 from tests.serving import served
@@ -172,3 +174,7 @@ def test_what_cannot_be_converted(
     said = call("convert", *words)
     assert said.exit_code == status and says in said.output.replace("\n", " "), said.output
     assert sorted(os.listdir(tmp_path)) == before and "out" not in os.listdir("hf")
+
+
+def test_the_help_names_every_kind() -> None:
+    assert export.KINDS.replace(" or ", ", ").split(", ") == list(EXPORT_KINDS)

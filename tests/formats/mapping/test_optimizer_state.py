@@ -21,3 +21,11 @@ def test_hyper_parameters_are_those_of_the_document() -> None:
     assert [group.get("lr") for group in found] == [0.5, None]
     assert not plan.missing
     assert not plan.notes
+
+
+def test_masters_that_an_optimizer_keeps() -> None:
+    made = optimizer_state.document([(("a", "b"), {})])
+    assert optimizer_state.masters_in(made) == frozenset()
+    made["masters"] = {"$keys": ["master_param"], "master_param": ["a"]}
+    assert optimizer_state.masters_in(made) == {"a"}
+    assert optimizer_state.masters_in("no document") == frozenset()

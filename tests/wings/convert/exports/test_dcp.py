@@ -5,6 +5,7 @@ tests/wings/convert/foreign/dcp has the files themselves.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import ml_dtypes
@@ -56,12 +57,66 @@ def test_only_the_model(tmp_path: Path) -> None:
     assert any(one.what.startswith("optim/") for one in plan.left_out)
 
 
-@pytest.mark.parametrize("options", [ExportOptions(layout="megatron"), ExportOptions(weights="ema")])
-def test_what_is_refused(tmp_path: Path, options: ExportOptions) -> None:
-    """A layout that does not exist, and a choice that it does not offer."""
+def test_an_unknown_layout(tmp_path: Path) -> None:
     source = made(tmp_path / "step", GROUPS).source
     with pytest.raises(InvalidRequest):
-        exports_dcp.plan(source, options)
+        exports_dcp.plan(source, ExportOptions(layout="megatron"))
+
+
+def test_masters_beside_the_model(tmp_path: Path) -> None:
+    """The layout `fsdp` has every group of weights under its own key; the others say how to get them."""
+    source = made(tmp_path / "step", GROUPS, ranks=values_of(list(WEIGHTS))).source
+    plan = exports_dcp.plan(source, ExportOptions())
+    out = write(source, plan, tmp_path / "out")
+    state = {"master": {name: torch.zeros(array.shape) for name, array in WEIGHTS.items()}}
+    dcp.load(state, checkpoint_id=out, no_dist=True)
+    assert {name: held.numpy().tobytes() for name, held in state["master"].items()} == {
+        name: array.tobytes() for name, array in GROUPS["master"].items()
+    }
+    assert not any("master" in one.what for one in plan.left_out)
+    (lost,) = (
+        one for one in exports_dcp.plan(source, ExportOptions(layout="torchtitan")).left_out if one.what == f"master/{NAME}"
+    )
+    assert "--weights master" in lost.reason
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "torchtitan", "plain"])
+@pytest.mark.parametrize("group", ["master", "ema"])
+def test_masters_as_the_model(tmp_path: Path, layout: str, group: str) -> None:
+    """Chosen weights are the model's, bit for bit in their own dtype, in every layout, and the moments stay."""
+    source = made(tmp_path / "step", GROUPS, ranks=values_of(list(WEIGHTS))).source
+    plan = exports_dcp.plan(source, ExportOptions(weights=group, layout=layout))
+    out = write(source, plan, tmp_path / "out")
+    weights = {name: torch.zeros(array.shape) for name, array in WEIGHTS.items()}
+    kind = "exp_avg"
+    state = {
+        "fsdp": {"model": weights, "optimizer": {"state": {NAME: {kind: torch.zeros(8)}}}},
+        "torchtitan": {**weights, "optimizer": {f"state.{NAME}.{kind}": torch.zeros(8)}},
+        "plain": dict(weights),
+    }[layout]
+    dcp.load(state, checkpoint_id=out, no_dist=True)
+    assert {name: held.numpy().tobytes() for name, held in weights.items()} == {
+        name: array.tobytes() for name, array in GROUPS[group].items()
+    }
+    keys = dcp.FileSystemReader(out).read_metadata().state_dict_metadata
+    assert not any(key.startswith(f"{group}.") for key in keys)
+    whats = {one.what for one in plan.left_out}
+    assert "the model's own weights" in whats
+    assert not any(what.startswith(f"{group}/") for what in whats)
+
+
+def test_masters_of_an_optimizer_stay_in_its_state(tmp_path: Path) -> None:
+    """An optimizer that keeps the masters itself finds them there, also if they are the exported weights."""
+    ranks = values_of(list(WEIGHTS))
+    document = json.loads(ranks[0]["optim"]["optimizer"])
+    document["masters"] = {"master_param": list(WEIGHTS)}
+    ranks[0]["optim"]["optimizer"] = json.dumps(document)
+    source = made(tmp_path / "step", GROUPS, ranks=ranks).source
+    out = write(source, exports_dcp.plan(source, ExportOptions(weights="master")), tmp_path / "out")
+    state = {"model": {NAME: torch.zeros(8)}, "optimizer": {"state": {NAME: {"master_param": torch.zeros(8)}}}}
+    dcp.load(state, checkpoint_id=out, no_dist=True)
+    master = GROUPS["master"][NAME].tolist()
+    assert state["model"][NAME].tolist() == state["optimizer"]["state"][NAME]["master_param"].tolist() == master
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "plain"])

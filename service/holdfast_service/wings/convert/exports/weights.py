@@ -33,8 +33,8 @@ class ChosenWeights(NamedTuple):
     left_out: tuple[LeftOut, ...]
 
 
-def choose(source: ExportSource, arranged: Arranged, options: ExportOptions) -> ChosenWeights:
-    """The requested weights, in the model's dtypes or in `options.dtype`.
+def choose(source: ExportSource, arranged: Arranged, options: ExportOptions, as_stored: bool = False) -> ChosenWeights:
+    """The requested weights in `options.dtype`; without one in the model's dtypes, or in their own if `as_stored`.
 
     Raises `NoSuchResource` for a missing group, `StateMismatch` for mismatched names or shapes, and for dtypes that
     cannot be converted.
@@ -47,7 +47,8 @@ def choose(source: ExportSource, arranged: Arranged, options: ExportOptions) -> 
         taken, missing, left_out = _instead(source, arranged, options.weights)
         if missing:
             notes.append(f"missing in group {options.weights} and taken from the model: {named(missing)}")
-    cast = {name: _cast(taken[name], GROUP, name, tensor.spec.dtype, options.dtype) for name, tensor in model.items()}
+    likes = taken if as_stored else model
+    cast = {name: _cast(taken[name], GROUP, name, likes[name].spec.dtype, options.dtype) for name in model}
     notes += roundings(source, cast.values())
     return ChosenWeights(cast, tuple(notes), tuple(left_out))
 

@@ -119,7 +119,8 @@ def test_torchtitans_names(tmp_path: Path) -> None:
     assert set(found.state_dict_metadata) == wanted | {"train_state.step", "lr.a.0", "lr.a.1"}
     assert found.planner_data[f"{name}.exp_avg"] == ("optimizer", "state.layers.0.wq.weight.exp_avg")
     assert dict(made.left_out) == {
-        "ema/layers.0.wq.weight": "layout torchtitan cannot hold group ema",
+        "ema/layers.0.wq.weight": "layout torchtitan cannot hold group ema: "
+        "--weights ema exports it in place of the model's weights",
         "extra/ranks/0/rng/torch": "it belongs to one rank",
     }
     into = {"lr": {"a": [torch.tensor(0), 0]}, "train_state": {"step": torch.tensor(0)}}

@@ -49,8 +49,9 @@ def names_of(
     if layout not in LAYOUTS:
         raise InvalidRequest(f"there is no layout {layout!r}", hint=f"one of {', '.join(LAYOUTS)}")
     naming = _Naming(tensors, layout)
-    naming.model()
-    for group in (_MODEL, _EMA) if layout == "fsdp" else (_MODEL,):
+    groups = _groups(layout)
+    naming.weights((_MODEL,))
+    for group in groups:
         for key, document in documents.get(group, {}).items():
             naming.document(key, document, group, (group, key) if layout == "fsdp" else (key,))
     if layout != "plain":
@@ -61,8 +62,8 @@ def names_of(
         for key, document in documents.get(_EXTRA, {}).items():
             naming.document(key, document, _EXTRA, (key,))
         naming.other_extra()
-    placed = (_MODEL,) if layout == "plain" else (_MODEL, optimizer_state.GROUP, _EXTRA)
-    placed = (*placed, _EMA) if layout == "fsdp" else placed
+    naming.weights(groups[1:])  # optimizers have taken the masters that they keep in their state
+    placed = groups if layout == "plain" else (*groups, optimizer_state.GROUP, _EXTRA)
     naming.left_out.extend(
         (f"{g}/{key}", _no_place(layout, g)) for g, held in documents.items() if g not in placed for key in held
     )
@@ -77,8 +78,8 @@ class _Naming:
         self.leaves: list[ExportedLeaf] = []
         self.left_out: list[tuple[str, str]] = []
 
-    def model(self) -> None:
-        for group in (_MODEL, _EMA) if self.layout == "fsdp" else (_MODEL,):
+    def weights(self, groups: tuple[str, ...]) -> None:
+        for group in groups:
             for key in [key for key in self.waiting if key.group == group and not is_of_rank(key.name)]:
                 self._tensor(key, (group, key.name) if self.layout == "fsdp" else (key.name,))
 
@@ -207,5 +208,12 @@ def _refers(value: Any) -> bool:
     return isinstance(value, _Stored) or (isinstance(value, tuple | list | set) and any(map(_refers, value)))
 
 
+def _groups(layout: str) -> tuple[str, ...]:
+    """The groups of weights that a layout holds, the model first."""
+    return (_MODEL, _EMA, optimizer_state.MASTER_GROUP) if layout == "fsdp" else (_MODEL,)
+
+
 def _no_place(layout: str, group: str) -> str:
-    return f"layout {layout} cannot hold group {group}"
+    instead = group in _groups("fsdp")[1:]
+    way = f": --weights {group} exports it in place of the model's weights" if instead else ""
+    return f"layout {layout} cannot hold group {group}{way}"
