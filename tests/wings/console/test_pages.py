@@ -16,6 +16,8 @@ from holdfast_formats import naming
 from holdfast_service.config import RootPlace
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.insight import run_figures
+from holdfast_service.wings.console import manifest_view
+from holdfast_service.wings.console.pages.tensors import SORTED_THERE
 from holdfast_service.wings.console.rendering import CSP
 from tests.checkpoints import build, build_root
 from tests.serving import Served, served
@@ -250,6 +252,14 @@ def test_comparing_tells_equal_from_changed(tmp_path: Path) -> None:
         assert said in text
     assert "moved changed" in exact
     assert "50 %" in exact
+
+
+def test_many_tensors_can_be_sorted_by_what_was_measured(pages: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statistics of many tensors are only asked for in an order, so that the list leads to each order before."""
+    monkeypatch.setattr(manifest_view, "STATISTICS_MAX", 1)
+    page = Page(pages.get(f"{STEP}/tensors?sort=bytes").text)
+    for order in SORTED_THERE:
+        assert [link for link in page.addresses() if f"sort={order}" in link], order
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:

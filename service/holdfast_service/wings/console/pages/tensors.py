@@ -88,6 +88,7 @@ async def show_tensors(request: Request, api: Asked, run: str, step: str, wanted
         made=checkpoint,
         found=value,
         why=page_part.error if value.known is None else None,
+        many=many,
         sorts=("bytes", *SORTED_THERE) if many else tuple(SORTS),
         begun=wanted.cursor is not None,
         shown_at_once=TENSORS_SHOWN,
