@@ -85,7 +85,10 @@ class Track:
     @property
     def versions(self) -> list[int]:
         """torch's write counters of the tensors."""
-        return [version(move.source) for move in self.moves]
+        try:
+            return [move.source._version for move in self.moves]
+        except RuntimeError:  # of an inference tensor
+            return [version(move.source) for move in self.moves]
 
     @property
     def may_be_late(self) -> bool:

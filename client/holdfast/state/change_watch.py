@@ -226,6 +226,7 @@ class _Forms:
         self._contiguous = [tensor.is_contiguous() for tensor in tensors]
         self._shapes = [tensor.shape for tensor in tensors]
         self._strided = [(tensor, tensor.stride()) for tensor in tensors if not tensor.is_contiguous()]
+        self._complex = [tensor for tensor in tensors if tensor.is_complex()]
 
     @property
     def unchanged(self) -> bool:
@@ -239,7 +240,7 @@ class _Forms:
                 and all(map(eq, (tensor.shape for tensor in tensors), self._shapes))
                 and all(tensor.stride() == stride for tensor, stride in self._strided)
                 and not any(tensor.is_neg() for tensor in tensors)
-                and not any(tensor.is_conj() for tensor in tensors if tensor.is_complex())
+                and not any(tensor.is_conj() for tensor in self._complex)
             )
         except (RuntimeError, NotImplementedError):
             return False  # one has no memory any more: the walk names it
