@@ -49,6 +49,7 @@ EXPORT_KINDS = {
     "hf": "a Hugging Face directory",
     "peft": "a PEFT adapter",
     "dcp": "a directory of torch.distributed.checkpoint",
+    "gguf": "a GGUF file of llama.cpp",
     "paddle-uc": "a unified checkpoint of PaddleFormers",
     "paddle-flex": "a FlexCheckpoint of Paddle",
 }

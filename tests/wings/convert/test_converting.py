@@ -187,3 +187,18 @@ def test_a_name_that_is_taken_when_work_is_done_again(transfers: Transfers, tmp_
         with pytest.raises(AlreadyCommitted):
             transfers.export(PosixTier(place), wanted, Quiet(), again=True)
     assert files_of(out) == before and os.listdir(place / "sub") == ["out"]
+
+
+def test_a_computed_tensor(tmp_path: Path) -> None:
+    """A Gemma's norms, which GGUF stores plus one, by the executor that streams and proves."""
+    sizes = {"hidden_size": 16, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    config = {**LLAMA, **sizes, "model_type": "gemma", "vocab_size": 12, "max_position_embeddings": 32}
+    source = tmp_path / "source"
+    source.mkdir()
+    weights = {name: array for name, array in WEIGHTS.items() if name != "lm_head.weight"}
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    (source / "config.json").write_text(json.dumps(config))
+    done = converted(source, tmp_path / "made", {"as": "gguf", "dtype": "F32"})
+    assert done["tensors"] == len(weights)
+    last = weights["model.norm.weight"].astype(np.float32) + np.float32(1)
+    assert last.tobytes() in (tmp_path / "made" / "model.gguf").read_bytes()

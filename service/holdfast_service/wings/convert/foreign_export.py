@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from holdfast_formats import naming
@@ -9,6 +10,7 @@ from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CorruptExtent, NoSpace
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.committed_files import CommittedFiles
+from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 from holdfast_formats.rest.jobs import ExportTerms
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import CopyControl
@@ -41,6 +43,11 @@ class PlannedExport(NamedTuple):
     @property
     def bytes(self) -> int:
         return self.plan.bytes
+
+    @property
+    def tensors(self) -> Mapping[TensorKey, ForeignTensor]:
+        """All that the files are made of."""
+        return {**self.source.listing.tensors, **self.plan.computed}
 
 
 def plan_export(tier: Files, directory: str, manifest: Manifest, terms: ExportTerms) -> PlannedExport:
@@ -75,7 +82,7 @@ def write(planned: PlannedExport, place: Tier, target: StreamTarget, going: Copy
             f"the export needs {planned.bytes} bytes, but only {place.free_bytes()} are free",
             hint="free some space, or export to another disk",
         )
-    finished = streaming.stream(planned.files, planned.source.listing.tensors, files, target, going)
+    finished = streaming.stream(planned.files, planned.tensors, files, target, going)
     streaming.prove(place, staging, finished, going)
     place.sync_directory(staging)
 
@@ -98,7 +105,7 @@ def stands(planned: PlannedExport, target: Tier, name: str, again: bool, going: 
         return False
     parent, _, leaf = name.rpartition("/")
     staging = f"{parent}/{naming.export_staging(leaf)}" if parent else naming.export_staging(leaf)
-    tensors = planned.source.listing.tensors
+    tensors = planned.tensors
     finished = streaming.noted(planned.files, tensors, files, staged_at(target, staging))
     if len(finished) < len(files):
         if not finished and not again:

@@ -84,13 +84,14 @@ def values_of(names: list[str], betas: tuple[float, float] = BETAS, ranks: int =
 def write(source: ExportSource, plan: ExportPlan, directory: Path) -> Path:
     """All files of an export, each checked; a small stand-in for the service's executor."""
     directory.mkdir(parents=True)
+    tensors = {**source.listing.tensors, **plan.computed}
     for file in plan.files:
         target_files.check(file)
         data = bytearray(file.bytes)
         crcs = {}
         for tensor in file.tensors:
             spec = tensor.mapped.spec
-            values = reading.elements(source.files, source.listing.tensors, tensor.mapped, 0, int(np.prod(spec.shape)))
+            values = reading.elements(source.files, tensors, tensor.mapped, 0, int(np.prod(spec.shape)))
             data[tensor.start : tensor.start + spec.nbytes] = values.tobytes()
             crcs[tensor.mapped.key] = zlib.crc32(values.tobytes())
         for literal in (*file.literals, *(file.sealed(crcs) if file.sealed is not None else ())):

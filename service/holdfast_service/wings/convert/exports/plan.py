@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, get_args
 
 from holdfast_formats.dtypes import FLOATS
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.mapping.listing import is_of_rank
+from holdfast_formats.mapping.listing import ForeignTensor, TensorKey, is_of_rank
 from holdfast_formats.mapping.target_files import LiteralBytes, TargetFile
 from holdfast_formats.programs.compiled import CompiledProgram
 from holdfast_service.wings.convert.exports.source import ExportSource
@@ -35,11 +35,14 @@ class LeftOut(NamedTuple):
 
 
 class ExportPlan(NamedTuple):
-    """The files of an export, and `notes`: sentences about changes and choices."""
+    """The files of an export, and `notes`: sentences about changes and choices. `computed` are tensors that the files are
+    made of besides those of the source.
+    """
 
     files: tuple[TargetFile, ...]
     notes: tuple[str, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
+    computed: Mapping[TensorKey, ForeignTensor] = {}
 
     @property
     def bytes(self) -> int:

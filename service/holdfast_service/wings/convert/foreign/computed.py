@@ -41,6 +41,29 @@ class Number(NamedTuple):
         return np.full(box.shape, self.value, "<f4")
 
 
+class Shifted(NamedTuple):
+    """The values of a tensor plus a number, in F32."""
+
+    source: ForeignTensor
+    added: float
+
+    @property
+    def inputs(self) -> tuple[ForeignTensor, ...]:
+        return (self.source,)
+
+    @property
+    def terms(self) -> object:
+        return self.added
+
+    def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
+        return fetch(self.source, box).astype(np.float32) + np.float32(self.added)
+
+
+def shifted(source: ForeignTensor, key: TensorKey, added: float) -> ForeignTensor:
+    """A tensor's values plus a number as F32 under another key."""
+    return ForeignTensor(TensorSpec(key.group, key.name, "F32", source.spec.shape), (), decoder=Shifted(source, added))
+
+
 def rounded(source: ForeignTensor, key: TensorKey, dtype: str) -> ForeignTensor:
     """A tensor's values in `dtype` under another key."""
     return ForeignTensor(TensorSpec(key.group, key.name, dtype, source.spec.shape), (), decoder=Rounded(source, dtype))
