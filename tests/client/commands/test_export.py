@@ -88,7 +88,7 @@ def test_a_directory_is_exported_without_a_root(root: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (["--as", "gguf"], 2, "cannot export as 'gguf'"),
+        (["--as", "onnx"], 2, "cannot export as 'onnx'"),
         (["--as", "hf", "--model-only"], 2, "cannot be combined"),
         (["--dtype", "bf16"], 2, "'dtype' of an export needs `as`"),
         (["--as", "hf", "--dtype", "int8"], 2, "'int8'"),
@@ -148,7 +148,7 @@ def test_a_conversion_from_directory_to_directory(root: Path, tmp_path: Path) ->
     ("words", "status", "says"),
     [
         (["missing", "out", "--as", "hf"], 2, "there is no directory missing"),
-        (["hf", "out", "--as", "gguf"], 2, "cannot export"),
+        (["hf", "out", "--as", "onnx"], 2, "cannot export"),
         (["hf", "hf/out", "--as", "hf"], 2, "inside the checkpoint"),
         (["hf", "s3://bucket/out", "--as", "hf"], 2, "is a URL"),
         (["hf", ".out", "--as", "hf"], 2, "hidden name"),

@@ -174,7 +174,7 @@ def test_a_disk_without_room_is_said_first(transfers: Transfers, place: Path, mo
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"as": "gguf"}, "unknown format"),
+        ({"as": "onnx"}, "unknown format"),
         ({"as": "hf", "weights": "average"}, "unknown choice of weights 'average'"),
         ({"as": "hf", "dtype": "int4"}, "int4"),
         ({"as": "hf", "model_only": True}, "'model_only'"),
