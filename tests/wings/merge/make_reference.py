@@ -1,4 +1,6 @@
-"""Makes reference.npz: what mergekit makes of the cases. Run it where mergekit 0.1.5 is installed:
+"""Makes reference.npz and recipes.npz: what mergekit makes of the cases, and of the published recipes.
+
+Run it where mergekit 0.1.5 is installed:
 
     python -m tests.wings.merge.make_reference
 
@@ -9,15 +11,22 @@ the results with sums that are rounded once.
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import yaml
 from mergekit.merge_methods import base, registry  # type: ignore[import-not-found, unused-ignore]
+from safetensors.torch import load_file
 
 from holdfast_service.wings.merge.draws import Draws
+from tests.wings.merge import zoo
 from tests.wings.merge.cases import CASES, SEED, TENSOR, Case, inputs
+from tests.wings.merge.published import DRAWN, RECIPES, SAMPLED, text_of
+from tests.wings.merge.published import REFERENCE as PUBLISHED
 
 REFERENCE = Path(__file__).with_name("reference.npz")
 
@@ -60,6 +69,35 @@ def _called(method: Any, group: Any, case: Case) -> Any:
     return method([group], parameters=given)[0]
 
 
+def by_mergekit(recipe: str, place: Path, out: Path) -> dict[str, torch.Tensor]:
+    """Run mergekit, with one thread, on models below `place`; the tensors of the result, which is in `out`."""
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import run_merge
+    from mergekit.options import MergeOptions
+
+    config = MergeConfiguration.model_validate(yaml.safe_load(recipe))
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        run_merge(config, str(out), MergeOptions(write_model_card=False, quiet=True))
+    return {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def published() -> dict[str, np.ndarray[Any, Any]]:
+    """Some tensors of every published recipe that draws nothing."""
+    sampled = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        for animal in zoo.ANIMALS:
+            zoo.put(place, animal)
+        for name in sorted(RECIPES.keys() - DRAWN):
+            for key, tensor in by_mergekit(text_of(name), place, place / name).items():
+                if any(word in key for word in SAMPLED):
+                    sampled[f"{name}/{key}"] = tensor.float().numpy()
+    return sampled
+
+
 if __name__ == "__main__":
     exact = {f"{case.name} exact": merged(case, exact=True) for case in CASES if case.sums}
     np.savez_compressed(REFERENCE, **{case.name: merged(case) for case in CASES}, **exact)
+    np.savez_compressed(PUBLISHED, **published())

@@ -71,10 +71,30 @@ def test_the_dialect_of_paddle() -> None:
 
 
 LINEAR = "merge_method: linear\nmodels:\n  - model: a@1\n    parameters: {weight: 1}\n"
+SLICES = """\
+merge_method: linear
+slices:
+  - sources:
+    - {model: a@1, layer_range: [0, 2]}
+    - {model: b@1, layer_range: [2, 4]}
+base_model: base
+"""
 WRONG = {
     "an unknown key": (f"{LINEAR}dtyp: float32\n", 5, "dtyp", "dtype"),
     "a key of mergekit's": (f"{LINEAR}tokenizer_source: union\n", 5, "tokenizer_source", "from the base"),
-    "slices": ("merge_method: linear\nslices: []\n", 2, "slices", "whole models"),
+    "no slices": ("merge_method: linear\nslices: []\n", 2, "slices", ""),
+    "slices and models": (f"{LINEAR}slices: []\n", 5, "slices", "keep one"),
+    "several modules": ("merge_method: linear\nmodules: {a: {models: []}, b: {models: []}}\n", 2, "modules", "`models`"),
+    "a slice without sources": ("merge_method: linear\nslices:\n  - parameters: {}\n", 3, "sources", ""),
+    "a source without layers": (SLICES.replace(", layer_range: [2, 4]", ""), 5, "layer_range", "FIRST, END"),
+    "layers that are no pair": (SLICES.replace("[2, 4]", "[2]"), 5, "layer_range", "FIRST, END"),
+    "no layers": (SLICES.replace("[2, 4]", "[2, 2]"), 5, "layer_range", "FIRST, END"),
+    "ranges of other lengths": (SLICES.replace("[2, 4]", "[2, 5]"), 3, "lengths", "same number"),
+    "a base that is no source": (SLICES.replace("linear", "slerp"), 3, "base_model", "layer_range"),
+    "layers of a whole model": (LINEAR.replace("parameters", "layer_range: [0, 2]\n    parameters"), 4, "layer_range", ""),
+    "a path without a path": (LINEAR.replace("a@1", "{model: {revision: main}}"), 3, "path", ""),
+    "a seed of mergekit's": (f"{LINEAR}random_seed: 3\n", 5, "random_seed", "`seed`"),
+    "experts": (f"{LINEAR}experts: []\n", 5, "experts", "mergekit-moe"),
     "a method of mergekit's": (LINEAR.replace("linear", "model_stock"), 1, "model_stock", "ties"),
     "no method": (LINEAR.replace("linear", "linaer"), 1, "linaer", "linear"),
     "a parameter of another method": (f"{LINEAR}parameters:\n  density: 0.5\n", 6, "density", "weight"),

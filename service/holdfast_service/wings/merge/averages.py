@@ -124,22 +124,30 @@ class SlerpFormula:
 
 
 class AloneTerms(NamedTuple):
-    """An unchanged model, with its adapter."""
+    """One model, with its adapter, times `scale`."""
+
+    scale: float = 1.0
 
     def begin(self, shape: tuple[int, ...]) -> AloneFormula:
-        return AloneFormula()
+        return AloneFormula(self.scale)
 
 
 class AloneFormula:
-    """The one input."""
+    """The one input, unchanged for a scale of 1."""
 
     row = 1
+
+    def __init__(self, scale: float) -> None:
+        self._scale = np.float32(scale)
 
     def prepare(self, scan: Scan) -> None:
         """Needs no scan."""
 
     def merge(self, block: Block) -> Floats:
-        return block.values(0)
+        values = block.values(0)
+        if self._scale == 1:
+            return values
+        return np.multiply(values, self._scale, out=block.space.floats("made", block.size))
 
 
 def _products(block: Block) -> tuple[float, float, float]:

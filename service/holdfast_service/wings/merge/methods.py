@@ -36,9 +36,9 @@ class MergeParameter(NamedTuple):
         if isinstance(value, str) and value in self.words:
             return value
         if self.kind is bool:
-            if not isinstance(value, bool):
+            if isinstance(value, str) or value not in (0, 1):  # mergekit writes 1.0 into model cards
                 raise ValueError("true or false" + "".join(f", or {word}" for word in self.words))
-            return value
+            return bool(value)
         if self.kind is str:
             raise ValueError(" or ".join(self.words))
         try:
@@ -73,12 +73,18 @@ class Method(NamedTuple):
     models_max: int
     terms: Callable[[MergedName, Values, Sequence[Values]], Terms]  # of shared values and of each model's
     dialects: tuple[Dialect, ...] = ("mergekit", "paddle")
+    may_have_base: bool = False  # it subtracts a base if there is one
+
+    @property
+    def takes_base(self) -> bool:
+        return self.needs_base or self.may_have_base
 
     def parameter(self, name: str) -> MergeParameter | None:
         return next((one for one in self.parameters if one.name == name), None)
 
 
 WEIGHT = MergeParameter("weight", float, None, of_model=True)
+SCALE = MergeParameter("scale", float, 1.0, of_model=True)
 
 
 def _mean(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
@@ -93,7 +99,7 @@ def _slerp(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms
 
 
 def _alone(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
-    return AloneTerms()
+    return AloneTerms(float(models[0]["scale"]))
 
 
 class _Way(NamedTuple):
@@ -191,6 +197,6 @@ METHODS: dict[str, Method] = {
         Method("linear", (WEIGHT, MergeParameter("normalize", bool, True)), False, 1, 0, _mean),
         Method("slerp", (MergeParameter("t", float, None),), True, 1, 1, _slerp),
         *map(_of_tasks, _WAYS),
-        Method("passthrough", (), False, 1, 1, _alone, ("mergekit",)),
+        Method("passthrough", (SCALE,), False, 1, 1, _alone, ("mergekit",)),
     )
 }

@@ -22,10 +22,12 @@ from holdfast_service.wings.convert.importing import Goal, PlannedImport
 from holdfast_service.wings.convert.mapping import MappedListing
 from holdfast_service.wings.merge import lora, lora_config
 from holdfast_service.wings.merge.merged_tensor import merged
-from holdfast_service.wings.merge.recipe import DTYPES, GROUP, MergeRecipe, ModelName
+from holdfast_service.wings.merge.recipe import DTYPES, GROUP, MergeRecipe
+from holdfast_service.wings.merge.recipe_models import ModelName
+from holdfast_service.wings.merge.result_config import ResultConfig
 from holdfast_service.wings.merge.scanning import Workspaces
-from holdfast_service.wings.merge.settings import depths
 from holdfast_service.wings.merge.sources import MergeSource, MergeSources
+from holdfast_service.wings.merge.stacking import Model, StackedPart, parts, stacked_layers
 
 KIND = "merge"
 FLOATS = frozenset(DTYPES.values())
@@ -66,14 +68,6 @@ def identical(key: TensorKey, names: Sequence[str], sources: Sequence[ForeignTen
     return ForeignTensor(spec, (), decoder=Identical(tuple(sources), tuple(names)))
 
 
-class Model(NamedTuple):
-    """A model that is merged: its weights by name, and the dtypes that they are stored in."""
-
-    name: str
-    tensors: Mapping[str, ForeignTensor]
-    stored: Mapping[str, str]
-
-
 def names_of(recipe: MergeRecipe) -> list[str]:
     """Every model and adapter that a recipe reads; the result gets the small files of the first."""
     named = [recipe.assets_of, *recipe.inputs]
@@ -86,22 +80,34 @@ def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> Planne
 
     Raises `StateMismatch` and `InvalidRequest`, by tensor and model, for what does not fit the other models or the recipe.
     """
-    models = [_model(name, sources, recipe.group) for name in recipe.inputs]
-    reference = models[[one.same(recipe.assets_of) for one in recipe.inputs].index(True)]
-    for other in models:
-        _check_fits(reference, other, recipe)
+    models = {str(name): _model(name, sources, recipe.group) for name in recipe.inputs}
     if recipe.group in _ADAPTER_GROUPS:
-        adapters = {
-            name.model: lora.AdapterParts(_config(sources.source(name.model), sources), model.tensors)
-            for name, model in zip(recipe.inputs, models, strict=True)
-        }
-        lora.check_alike(adapters, recipe.assets_of.model)
-    notes = list(_notes(recipe, sources, list(reference.tensors)))
-    tensors = _merged(recipe, models, reference)
+        _check_adapters(recipe, models, sources)
+    tensors, spaces, names = dict[TensorKey, ForeignTensor](), Workspaces(), set[str]()
+    for number, part in enumerate(parts(recipe, models)):
+        reference = _reference(recipe, part)
+        for other in part.models:
+            _check_fits(reference, other, recipe)
+        tensors |= _merged(recipe, number, part, spaces)
+        names.update(reference.tensors, *part.sources.values())
+    notes = list(_notes(recipe, sources, list(names)))
     listing = _listing(recipe, sources, tensors, notes)
     wanted = MappedListing(tuple(same(tensor) for tensor in tensors.values()), {})
     planned = importing.planned(sources.watched, listing, wanted, goal)
     return planned._replace(about=_about(recipe, sources))
+
+
+def _check_adapters(recipe: MergeRecipe, models: Mapping[str, Model], sources: MergeSources) -> None:
+    adapters = {
+        name.model: lora.AdapterParts(_config(sources.source(name.model), sources), models[str(name)].tensors)
+        for name in recipe.inputs
+    }
+    lora.check_alike(adapters, recipe.inputs[0].model)
+
+
+def _reference(recipe: MergeRecipe, part: StackedPart) -> Model:
+    """The model that the others are compared with: that of the small files, or the first."""
+    return next((one for one in part.models if one.name == str(recipe.assets_of)), part.models[0])
 
 
 def _model(name: ModelName, sources: MergeSources, group: str) -> Model:
@@ -160,17 +166,17 @@ def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
             raise StateMismatch(what, hint="set `dtype` in the recipe if both are floating-point", tensor=name)
 
 
-def _merged(recipe: MergeRecipe, models: Sequence[Model], reference: Model) -> dict[TensorKey, ForeignTensor]:
-    merged_tensors, spaces = {}, Workspaces()
-    depth = depths(reference.tensors)
+def _merged(recipe: MergeRecipe, number: int, part: StackedPart, spaces: Workspaces) -> dict[TensorKey, ForeignTensor]:
+    """The merged tensors of a part."""
+    merged_tensors, reference = {}, _reference(recipe, part)
     for name, tensor in reference.tensors.items():
         key, dtype = TensorKey(recipe.out_group, name), reference.stored[name]
-        inputs = tuple(model.tensors[name] for model in models)
+        inputs = tuple(model.tensors[name] for model in part.models)
         if dtype in FLOATS:
-            terms = recipe.terms(name, depth[name])
+            terms = recipe.terms(name, part.depths[name], number, part.sources.get(name, ()))
             merged_tensors[key] = merged(key, recipe.dtype or dtype, inputs, terms, spaces)
         elif dtype in _INTEGERS or not prod(tensor.spec.shape):
-            merged_tensors[key] = identical(key, [model.name for model in models], inputs)
+            merged_tensors[key] = identical(key, [model.name for model in part.models], inputs)
         else:
             raise StateMismatch(
                 f"tensor {name!r} is {dtype}; only {', '.join(sorted(FLOATS))} can be merged",
@@ -189,14 +195,24 @@ def _listing(
     assets = tuple(name for name in base.assets if name not in left)
     assets_made = {name: data for name, data in base.made_assets.items() if name not in left}
     config = hugging_face.CONFIG
-    if recipe.dtype is not None and (config in assets or config in assets_made):
+    if config in assets or config in assets_made:
         data = assets_made[config] if config in assets_made else sources.watched.read(config)
-        changed = hugging_face.with_dtype(data, _CALLED[recipe.dtype])
-        if changed is not None:
-            assets, assets_made = tuple(name for name in assets if name != config), {**assets_made, config: changed}
-            notes.append(f"the dtype in {config} is now {_CALLED[recipe.dtype]}")
+        changed = _config_of(recipe, data)
+        if changed.notes:
+            notes += changed.notes
+            assets, assets_made = tuple(name for name in assets if name != config), {**assets_made, config: changed.data}
     files = tuple(use for source in sources.by_name.values() for use in _uses(source, recipe))
     return ForeignListing(KIND, tensors, files, assets=assets, notes=tuple(notes), made_assets=assets_made)
+
+
+def _config_of(recipe: MergeRecipe, data: bytes) -> ResultConfig:
+    config = ResultConfig(data)
+    if recipe.dtype is not None:
+        config.set_dtype(_CALLED[recipe.dtype])
+    layers = stacked_layers(recipe)
+    if layers is not None:
+        config.stack(layers)
+    return config
 
 
 def _uses(source: MergeSource, recipe: MergeRecipe) -> list[FileUse]:

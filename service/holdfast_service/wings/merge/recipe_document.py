@@ -14,6 +14,8 @@ TEXT_BYTES_MAX = 2**15  # a job's request holds it
 NODES_MAX = 10_000
 DEPTH_MAX = 12
 
+_SEVERAL = "expected a single document in the stream"
+
 Scalar = str | int | float | bool | None
 
 
@@ -62,6 +64,9 @@ def read_document(text: str) -> Located:
         document = yaml.compose(text, yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
+        if error.context == _SEVERAL:
+            hint = "make a recipe of each document, and merge them one after the other"
+            raise InvalidRequest(f"recipe, line {line}: a second document begins", hint=hint, line=line) from None
         raise InvalidRequest(f"recipe, line {line}: {error.problem or 'no YAML'}", line=line) from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise InvalidRequest(f"the recipe is not YAML: {error}") from None

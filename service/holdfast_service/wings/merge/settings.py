@@ -13,6 +13,23 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
 FILTERS = ("filter", "value")
 
 
+class LayerName(NamedTuple):
+    """The name of a tensor of a layer: what is before the layer's number, the number, and what is behind it."""
+
+    stack: str
+    number: int
+    rest: str
+
+    def renumbered(self, number: int) -> str:
+        return f"{self.stack}{number}{self.rest}"
+
+
+def layer_of(name: str) -> LayerName | None:
+    """The parts of a tensor's name; None if it belongs to no layer."""
+    match = _LAYER.search(name)
+    return None if match is None else LayerName(name[: match.start(1)], int(match[1]), name[match.end(1) :])
+
+
 class FilteredValue(NamedTuple):
     """A value, or points of a gradient, for tensors whose name contains `filter`; None: for all."""
 
@@ -98,20 +115,13 @@ def depths(tensors: Iterable[str]) -> dict[str, float]:
 
     Tensors of no layer are at 0, as in mergekit: those before the layers, and those behind.
     """
-    layers: dict[str, tuple[str, int]] = {}
+    found = {name: layer_of(name) for name in tensors}
     last: dict[str, int] = {}
-    named = list(tensors)
-    for name in named:
-        match = _LAYER.search(name)
-        if match is not None:
-            stack, number = name[: match.start(1)], int(match[1])
-            layers[name] = stack, number
-            last[stack] = max(last.get(stack, 0), number)
-    depths_by_name = {}
-    for name in named:
-        if name in layers:
-            stack, number = layers[name]
-            depths_by_name[name] = number / last[stack] if last[stack] else 1.0
-        else:
-            depths_by_name[name] = 0.0
-    return depths_by_name
+    for one in found.values():
+        if one is not None:
+            last[one.stack] = max(last.get(one.stack, 0), one.number)
+    return {name: 0.0 if one is None else _depth(one.number, last[one.stack]) for name, one in found.items()}
+
+
+def _depth(number: int, last: int) -> float:
+    return number / last if last else 1.0

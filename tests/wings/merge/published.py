@@ -1,0 +1,69 @@
+"""The table of the recipes in `recipes/`: what becomes of each, and how its result is compared with mergekit's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+THERE = Path(__file__).parent / "recipes"
+REFERENCE = Path(__file__).with_name("recipes.npz")  # make_reference.py makes it
+SAMPLED = ("embed_tokens", "lm_head", "model.norm", "o_proj", "input_layernorm")  # in the reference
+
+
+class Made(NamedTuple):
+    """What a recipe makes: layers, rows of the embedding, and how far a value may be from mergekit's.
+
+    `ulp`: units in the last place of the largest of the tensor; 0 for the same bits.
+    """
+
+    layers: int = 8
+    rows: int = 34
+    ulp: int = 0
+
+
+RECIPES: dict[str, Made] = {
+    "breadcrumbs-ties": Made(),
+    "dare-ties": Made(),
+    "della": Made(),
+    "interleaved": Made(layers=16),
+    "linear": Made(),
+    "model-card": Made(),
+    "one-module": Made(),
+    "slerp-slices": Made(ulp=2),
+    "slices-of-slerp": Made(layers=9, ulp=2),
+    "stacked": Made(layers=10),
+    "ties-gradients": Made(),
+    "ties-of-two": Made(),
+    "upscaled": Made(layers=10),
+}
+DRAWN = frozenset({"dare-ties", "della"})  # at random, which mergekit does with torch
+# The line, if there is one, and a part of the hint.
+REFUSED: dict[str, tuple[int | None, str]] = {
+    "a-base-elsewhere": (2, "layer_range"),
+    "a-parameter-of-no-method": (9, "known parameters"),
+    "a-random-seed": (6, "`seed`"),
+    "a-revision": (4, "known keys"),
+    "experts": (4, "mergekit-moe"),
+    "slerp-without-a-base": (None, "base_model"),
+    "tokenizer-of-the-base": (7, "one tokenizer"),
+    "too-many-layers": (3, "at 8"),
+    "two-documents": (7, "one after the other"),
+}
+
+
+def text_of(name: str) -> str:
+    return (THERE / f"{name}.yml").read_text()
+
+
+def agrees(name: str, key: str, found: NDArray[Any], wanted: NDArray[Any]) -> None:
+    """Asserts that a tensor is mergekit's, as far as the recipe's row says. BF16 may be stored as F32."""
+    assert found.shape == wanted.shape, key
+    ours, its = found.astype(np.float32), wanted.astype(np.float32)
+    if RECIPES[name].ulp:
+        largest = np.spacing(np.maximum(np.abs(its).max(), np.float32(1)))
+        assert np.abs(ours - its).max() <= RECIPES[name].ulp * largest, key
+    else:
+        assert ours.tobytes() == its.tobytes(), key
