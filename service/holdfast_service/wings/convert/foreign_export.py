@@ -19,6 +19,7 @@ from holdfast_service.storage import StagedDirectory, Tier, read_once
 from holdfast_service.wings.convert.exports import kinds, ordered_tensors, plan
 from holdfast_service.wings.convert.exports.plan import ExportOptions, ExportPlan
 from holdfast_service.wings.convert.exports.source import ExportSource, of_committed
+from holdfast_service.wings.convert.foreign import quantisation
 
 NAMED_MAX = 200  # of what is left out, in a report
 DEFAULT_WEIGHTS = "model"
@@ -62,11 +63,20 @@ def plan_export(tier: Files, directory: str, manifest: Manifest, terms: ExportTe
 def planned_of(source: ExportSource, files: Files, terms: ExportTerms) -> PlannedExport:
     """Plan the files of an export; `files` are those of the source. Raises as `plan_export`."""
     check_terms(terms)
+    _check_quantised(source, terms)
     program = None if terms.program is None else ordered_tensors.compiled(source, terms.program)
     dtype = None if terms.dtype is None else plan.dtype_named(terms.dtype)
     options = ExportOptions(plan.weights_named(terms.weights or DEFAULT_WEIGHTS), dtype, terms.layout, program)
     kind = kinds.kind_named(terms.form or "")
     return PlannedExport(source, files, kind.plan(source, options), kind.name)
+
+
+def _check_quantised(source: ExportSource, terms: ExportTerms) -> None:
+    how = quantisation.method(ordered_tensors.config_of(source))
+    if terms.dtype is not None:
+        quantisation.refuse(how, "--dtype would round their scales", "leave --dtype out")
+    if (terms.form or "").startswith("paddle"):
+        quantisation.refuse(how, "Paddle does not read these codes", "use --as hf")
 
 
 def write(planned: PlannedExport, place: Tier, target: StreamTarget, going: CopyControl) -> None:

@@ -18,6 +18,7 @@ from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert import importing
 from holdfast_service.wings.convert.exports import hugging_face
+from holdfast_service.wings.convert.foreign import file_signs, quantisation
 from holdfast_service.wings.convert.importing import Goal, PlannedImport
 from holdfast_service.wings.convert.mapping import MappedListing
 from holdfast_service.wings.merge import lora, lora_config
@@ -26,7 +27,7 @@ from holdfast_service.wings.merge.recipe import DTYPES, GROUP, MergeRecipe
 from holdfast_service.wings.merge.recipe_models import ModelName
 from holdfast_service.wings.merge.result_config import ResultConfig
 from holdfast_service.wings.merge.scanning import Workspaces
-from holdfast_service.wings.merge.sources import MergeSource, MergeSources
+from holdfast_service.wings.merge.sources import MergeSource, MergeSources, RoutedFiles
 from holdfast_service.wings.merge.stacking import Model, StackedPart, parts, stacked_layers
 
 KIND = "merge"
@@ -113,6 +114,8 @@ def _reference(recipe: MergeRecipe, part: StackedPart) -> Model:
 def _model(name: ModelName, sources: MergeSources, group: str) -> Model:
     asked = _ADAPTER_GROUPS if group in _ADAPTER_GROUPS else (group,)
     tensors = _tensors(sources.source(name.model), asked, f"group {group!r}")
+    if asked != _ADAPTER_GROUPS:
+        _refuse_quantised(sources.source(name.model), sources, tensors)
     stored = {key: one.spec.dtype for key, one in tensors.items()}
     if name.adapter is not None:
         adapter = sources.source(name.adapter)
@@ -128,6 +131,19 @@ def _tensors(source: MergeSource, groups: Sequence[str], wanted: str) -> dict[st
         present = sorted({key.group for key in source.listing.tensors})
         raise NoSuchResource(f"{source.name} has no {wanted}", hint=f"groups: {', '.join(present) or 'none'}")
     return tensors
+
+
+def _refuse_quantised(source: MergeSource, sources: MergeSources, tensors: Mapping[str, ForeignTensor]) -> None:
+    config = quantisation.CONFIG
+    files = RoutedFiles(source.name, lambda path: (sources.watched, f"{source.number}/{path}"))
+    how = quantisation.method(file_signs.read_object(files, config) if config in source.listing.assets else {})
+    codes = next((name for name, tensor in tensors.items() if quantisation.are_codes(tensor.spec)), None)
+    if how is None and codes is None:
+        return
+    what = (
+        f"{source.name} is quantised ({how})" if how else f"tensor {codes!r} of {source.name} looks like quantised weights"
+    )
+    raise StateMismatch(what, hint="merge the models before quantisation", tensor=codes or "")
 
 
 def _config(source: MergeSource, sources: MergeSources) -> bytes:

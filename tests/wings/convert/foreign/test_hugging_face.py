@@ -119,19 +119,6 @@ def _turned_round(directory: Path) -> None:
     save_file(ARRAYS, directory / "model.safetensors", metadata={"format": "np"})
 
 
-def _codes(directory: Path) -> None:
-    save_file({WEIGHT: np.ones((4, 4), np.int8)}, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def _packed_codes(directory: Path) -> None:
-    arrays = {WEIGHT: np.ones((4, 4), np.float32), "layers.0.q_proj.qweight": np.ones((4, 4), np.int32)}
-    save_file(arrays, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def _quantised(directory: Path) -> None:
-    (directory / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
-
-
 def _an_entry_without_a_tensor(directory: Path) -> None:
     entries = dict.fromkeys([*ARRAYS, "nowhere"], "model.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": entries}))
@@ -159,9 +146,6 @@ def _odd_config(directory: Path) -> None:
     [
         (_bfloat16_as_integers, "bfloat16", StateMismatch),
         (_turned_round, "transposed", StateMismatch),
-        (_codes, "quantised weights", StateMismatch),
-        (_packed_codes, "qweight", StateMismatch),
-        (_quantised, "fp8", StateMismatch),
         (_an_entry_without_a_tensor, "nowhere", StateMismatch),
         (_an_adapter, "adapter", StateMismatch),
         (_a_shard_is_gone, "no index", StateMismatch),

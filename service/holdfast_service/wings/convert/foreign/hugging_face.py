@@ -17,7 +17,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
 from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX
-from holdfast_service.wings.convert.foreign import directories, hugging_face_names, sixteen_bits
+from holdfast_service.wings.convert.foreign import directories, hugging_face_names, quantisation, sixteen_bits
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.foreign.stored_arrays import read_safetensors
 
@@ -64,12 +64,13 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
         _check_index(index, weight_map, tensors.values())
     config = hugging_face_names.read_config(files)
     taken = as_bfloat16(tensors.values(), config, options)
+    taken = taken.noting(quantisation.notes(taken.tensors, config, names, options))
     uses = [FileUse(file, "tensors") for file in weights]
     if index is not None:
         uses.append(
             FileUse(index, "unused", "it lists the same tensors as the file headers; the import writes its own index")
         )
-    return listed(KIND.name, files, taken, uses, config)
+    return listed(KIND.name, files, taken, uses)
 
 
 def listed(
@@ -77,16 +78,14 @@ def listed(
     files: Files,
     taken: TakenTensors,
     used: Sequence[FileUse],
-    config: Mapping[str, Any],
     again: Sequence[FileUse] = (),
 ) -> ForeignListing:
     """The listing of these tensors, with the use of every file: those `used`, and those with the same tensors `again`.
 
-    Raises `StateMismatch` for other files of a training, and for tensors that the model does not compute with.
+    Raises `StateMismatch` for other files of a training.
     """
     names, known = files.list(""), {use.file for use in (*used, *again)}
     copies = hugging_face_names.check_names(names, known)
-    hugging_face_names.check_tensors([(tensor.spec, tensor.pieces[0].file) for tensor in taken.tensors], config)
     assets = assets_of(files, [name for name in names if name not in known])
     uses = [*used, *copies, *(FileUse(name, "asset") for name in assets), *again]
     known = {use.file for use in uses}
@@ -133,6 +132,7 @@ def in_file(files: Files, file: str, group: str = GROUP, why: str = "") -> list[
     """The tensors of one safetensors file, from its header. `why` it is needed."""
     held = read_safetensors(files, file, why=why, hint=_HINT)
     hugging_face_names.check_format(file, held.format)
+    quantisation.check_metadata(file, held.metadata)
     tensors = [array.tensor(group, array.key) for array in held.arrays]
     for tensor in tensors:
         tensor.spec.check()
@@ -143,7 +143,10 @@ class TakenTensors(NamedTuple):
     """Tensors, and assumptions about their dtypes."""
 
     tensors: tuple[ForeignTensor, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def noting(self, more: Iterable[str]) -> TakenTensors:
+        return self._replace(notes=(*self.notes, *more))
 
 
 def as_bfloat16(found: Iterable[ForeignTensor], config: Mapping[str, Any], options: ReadOptions) -> TakenTensors:
@@ -152,7 +155,7 @@ def as_bfloat16(found: Iterable[ForeignTensor], config: Mapping[str, Any], optio
     stored = (sixteen_bits.StoredDtype(one.spec.name, one.spec.dtype, one.pieces[0].file) for one in tensors)
     dtype = sixteen_bits.taken_for_bfloat16(stored, config, options.int16)
     if dtype is None:
-        return TakenTensors(tensors, ())
+        return TakenTensors(tensors)
     return TakenTensors(tuple(sixteen_bits.with_bfloat16(one, dtype) for one in tensors), (sixteen_bits.note(dtype),))
 
 

@@ -1,7 +1,7 @@
 """Checks that a directory is a Hugging Face model and nothing else. Unknown content is refused, never skipped.
 
 Otherwise an import could commit weights that load wrong, or lose training state: weights transposed for another framework,
-quantised weights, optimizer state and masters.
+optimizer state and masters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import FileUse
-from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import file_signs
 
 CONFIG = "config.json"
@@ -35,13 +34,6 @@ _TRAINING = re.compile(
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
 _ADAPTER = re.compile(r"adapter_model|peft_model|lora_")
 _OPAQUE = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".pkl", ".npz", ".safetensors", ".safetensors.index.json")
-_CODES = re.compile(
-    r".*(\.qweight|\.qzeros|\.g_idx|\.SCB|\.absmax|\.quant_map|\.nested_absmax|\.quant_state\..*|\.weight_scale(_inv)?"
-    r"|\.weight_packed|_codes|\.codes|_quant_scales?)"
-)
-_CODE_DTYPES = frozenset(
-    {"I8", "U8", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
-)
 _ALONE = "to import only the weights, copy them to a separate directory with config.json and the tokenizer"
 
 
@@ -105,27 +97,6 @@ def check_format(file: str, written_format: str | None) -> None:
             hint="save it from PyTorch (format 'pt')",
             file=file,
         )
-
-
-def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, Any]) -> None:
-    """`StateMismatch` for values that the model does not compute with, by the tensor's name and its file."""
-    quantised = config.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        raise StateMismatch(
-            f"{CONFIG} describes quantised weights ({method}), which cannot be imported",
-            hint="import the unquantised model",
-            file=CONFIG,
-        )
-    for spec, file in specs:
-        name = spec.name
-        if _CODES.fullmatch(name) or (spec.dtype in _CODE_DTYPES and name.endswith("weight")):
-            raise StateMismatch(
-                f"tensor {name!r} in {file} looks like quantised weights ({spec.dtype})",
-                hint="import the unquantised model",
-                tensor=name,
-                file=file,
-            )
 
 
 def read_config(source: Files) -> Mapping[str, Any]:

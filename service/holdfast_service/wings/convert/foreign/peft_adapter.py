@@ -6,7 +6,7 @@ from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import FileUse, ForeignListing
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
-from holdfast_service.wings.convert.foreign import file_signs, hugging_face, torch_values
+from holdfast_service.wings.convert.foreign import file_signs, hugging_face, quantisation, torch_values
 from holdfast_service.wings.convert.foreign.hugging_face import TakenTensors
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.foreign.pickles import read_torch
@@ -33,7 +33,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     if file == SAFE:
         taken = hugging_face.as_bfloat16(hugging_face.in_file(files, file, GROUP), {}, options)
     else:
-        taken = TakenTensors(tuple(torch_values.state_dict(read_torch(files, file), file, GROUP)), ())
+        taken = TakenTensors(tuple(torch_values.state_dict(read_torch(files, file), file, GROUP)))
     if not taken.tensors:
         raise StateMismatch(f"{file} has no tensors", file=file)
     again = (
@@ -41,7 +41,8 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
         if PICKLED in names and file != PICKLED
         else []
     )
-    return hugging_face.listed(KIND.name, files, taken, [FileUse(file, "tensors")], {}, again)
+    taken = taken.noting(quantisation.notes(taken.tensors, {}, names, options))
+    return hugging_face.listed(KIND.name, files, taken, [FileUse(file, "tensors")], again)
 
 
 def _check_config(files: Files) -> None:

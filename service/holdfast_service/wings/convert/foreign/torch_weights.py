@@ -12,7 +12,13 @@ from holdfast_formats.files import Files
 from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
-from holdfast_service.wings.convert.foreign import hugging_face, hugging_face_names, torch_optimizer, torch_values
+from holdfast_service.wings.convert.foreign import (
+    hugging_face,
+    hugging_face_names,
+    quantisation,
+    torch_optimizer,
+    torch_values,
+)
 from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing, Unread, ValuePlace
 from holdfast_service.wings.convert.foreign.hugging_face import TakenTensors
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
@@ -61,7 +67,7 @@ def read_directory(files: Files, options: ReadOptions) -> ForeignListing:
         wrong = min(name for name in index.keys() | stored if index.get(name) != stored.get(name))
         raise torch_values.mismatch(INDEX, wrong, f"and the files disagree about tensor {wrong!r}", "download it again")
     used = [*weights, INDEX] if index is not None else weights
-    return _listing(DIRECTORY_KIND, files, tensors, used)
+    return _listing(DIRECTORY_KIND.name, files, list(tensors.values()), used, options)
 
 
 def read_file(files: Files, options: ReadOptions) -> ForeignListing:
@@ -85,7 +91,7 @@ def read_file(files: Files, options: ReadOptions) -> ForeignListing:
         beside = {key: one for key, one in value.items() if key != nested[0]}
         value = value[nested[0]]
     weights = torch_values.state_dict(value, file, GROUP)
-    listing = _listing(FILE_KIND, files, {tensor.key: tensor for tensor in weights}, [file])
+    listing = _listing(FILE_KIND.name, files, weights, [file], options)
     return _with_values(files, listing, beside, weights, file)
 
 
@@ -99,6 +105,7 @@ def _with_values(
         raise torch_values.mismatch(file, str(second), f"has more than one optimizer: {second!r} is the second")
     gathered = GatheredListing(files)
     gathered.tensors.update(listing.tensors)
+    gathered.notes.extend(listing.notes)
     for key, held in optimizers:
         optimizer = torch_optimizer.read(held, weights, file, str(key))
         gathered.tensors.update((tensor.key, tensor) for tensor in optimizer.tensors)
@@ -130,14 +137,15 @@ def _optimizers_in(key: Any, value: Any) -> list[Any]:
 
 
 def _listing(
-    kind: ForeignKind, files: Files, tensors: dict[TensorKey, ForeignTensor], used: Sequence[str]
+    kind: str, files: Files, tensors: Sequence[ForeignTensor], used: Sequence[str], options: ReadOptions
 ) -> ForeignListing:
     """The listing, with the use of every file of the directory."""
     uses = [FileUse(file, "tensors") for file in used if file != INDEX]
     if INDEX in used:
         uses.append(FileUse(INDEX, "unused", "it lists the same tensors as the files; the import writes its own index"))
-    taken = TakenTensors(tuple(tensors.values()), ())
-    return hugging_face.listed(kind.name, files, taken, uses, hugging_face_names.read_config(files))
+    config = hugging_face_names.read_config(files)
+    taken = TakenTensors(tuple(tensors), quantisation.notes(tensors, config, files.list(""), options))
+    return hugging_face.listed(kind, files, taken, uses)
 
 
 def _bare(names: Iterable[str]) -> list[str]:

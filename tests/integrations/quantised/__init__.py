@@ -1,0 +1,1 @@
+"""Quantised models, with the libraries that read them."""
