@@ -303,7 +303,7 @@ def test_other_groups(world: MergeWorld) -> None:
 
 OTHER: dict[str, Any] = {
     "dora": {"use_dora": True},
-    "biases": {"bias": "all"},
+    "biases of lora_B": {"lora_bias": "all"},
     "an initialization": {"init_lora_weights": "pissa"},
     "another kind": {"peft_type": "IA3"},
     "no alpha": {"lora_alpha": None},
@@ -312,6 +312,7 @@ OTHER: dict[str, Any] = {
     "a key of a newer PEFT": {"future_option": False},
     "another rank": {"r": 8},
     "parameters without tensors": {"target_parameters": ["experts.up"]},
+    "tokens without tensors": {"trainable_token_indices": [3]},
 }
 
 

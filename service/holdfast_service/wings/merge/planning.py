@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -18,16 +19,17 @@ from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert import importing
 from holdfast_service.wings.convert.exports import hugging_face
-from holdfast_service.wings.convert.foreign import file_signs, quantisation
+from holdfast_service.wings.convert.foreign import quantisation
 from holdfast_service.wings.convert.importing import Goal, PlannedImport
 from holdfast_service.wings.convert.mapping import MappedListing
-from holdfast_service.wings.merge import lora, lora_config
+from holdfast_service.wings.merge.adapters import applying
+from holdfast_service.wings.merge.adapters import config as adapter_config
 from holdfast_service.wings.merge.merged_tensor import merged
 from holdfast_service.wings.merge.recipe import DTYPES, GROUP, MergeRecipe
 from holdfast_service.wings.merge.recipe_models import ModelName
 from holdfast_service.wings.merge.result_config import ResultConfig
 from holdfast_service.wings.merge.scanning import Workspaces
-from holdfast_service.wings.merge.sources import MergeSource, MergeSources, RoutedFiles
+from holdfast_service.wings.merge.sources import MergeSource, MergeSources
 from holdfast_service.wings.merge.stacking import Model, StackedPart, parts, stacked_layers
 
 KIND = "merge"
@@ -92,7 +94,8 @@ def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> Planne
         tensors |= _merged(recipe, number, part, spaces)
         names.update(reference.tensors, *part.sources.values())
     notes = list(_notes(recipe, sources, list(names)))
-    listing = _listing(recipe, sources, tensors, notes)
+    settings = {key: value for model in models.values() for key, value in model.settings.items()}
+    listing = _listing(recipe, sources, tensors, settings, notes)
     wanted = MappedListing(tuple(same(tensor) for tensor in tensors.values()), {})
     planned = importing.planned(sources.watched, listing, wanted, goal)
     return planned._replace(about=_about(recipe, sources))
@@ -100,10 +103,12 @@ def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> Planne
 
 def _check_adapters(recipe: MergeRecipe, models: Mapping[str, Model], sources: MergeSources) -> None:
     adapters = {
-        name.model: lora.AdapterParts(_config(sources.source(name.model), sources), models[str(name)].tensors)
+        name.model: applying.AdapterParts(
+            name.model, _config(sources.source(name.model), sources), models[str(name)].tensors
+        )
         for name in recipe.inputs
     }
-    lora.check_alike(adapters, recipe.inputs[0].model)
+    applying.check_alike(adapters, recipe.inputs[0].model)
 
 
 def _reference(recipe: MergeRecipe, part: StackedPart) -> Model:
@@ -116,12 +121,30 @@ def _model(name: ModelName, sources: MergeSources, group: str) -> Model:
     tensors = _tensors(sources.source(name.model), asked, f"group {group!r}")
     if asked != _ADAPTER_GROUPS:
         _refuse_quantised(sources.source(name.model), sources, tensors)
-    stored = {key: one.spec.dtype for key, one in tensors.items()}
-    if name.adapter is not None:
-        adapter = sources.source(name.adapter)
-        held = _tensors(adapter, _ADAPTER_GROUPS, "adapter")
-        tensors = lora.adapted(tensors, held, _config(adapter, sources), name.adapter)
-    return Model(str(name), tensors, stored)
+    if name.adapter is None:
+        return Model(str(name), tensors, {key: one.spec.dtype for key, one in tensors.items()})
+    base, adapter = sources.source(name.model), sources.source(name.adapter)
+    ties = base.ties.get(group, {})
+    untied = {key: one for key, one in tensors.items() if key not in ties}
+    parts = applying.AdapterParts(name.adapter, _config(adapter, sources), _tensors(adapter, _ADAPTER_GROUPS, "adapter"))
+    made = applying.adapted(applying.BaseWeights(untied, _model_config(base, sources)), parts)
+    again = {alias: target for alias, target in ties.items() if target in made.tensors and alias not in made.tensors}
+    second = {alias: made.tensors[target] for alias, target in again.items()}
+    stored = {alias: made.stored[target] for alias, target in again.items()}
+    return Model(str(name), {**made.tensors, **second}, {**made.stored, **stored}, made.settings)
+
+
+def _model_config(source: MergeSource, sources: MergeSources) -> dict[str, Any]:
+    """A model's config.json; empty if it has none that can be read."""
+    name = hugging_face.CONFIG
+    data = source.listing.made_assets.get(name)
+    if data is None and name in source.listing.assets:
+        data = sources.watched.read(f"{source.number}/{name}")
+    try:
+        document = {} if data is None else json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def _tensors(source: MergeSource, groups: Sequence[str], wanted: str) -> dict[str, ForeignTensor]:
@@ -134,9 +157,7 @@ def _tensors(source: MergeSource, groups: Sequence[str], wanted: str) -> dict[st
 
 
 def _refuse_quantised(source: MergeSource, sources: MergeSources, tensors: Mapping[str, ForeignTensor]) -> None:
-    config = quantisation.CONFIG
-    files = RoutedFiles(source.name, lambda path: (sources.watched, f"{source.number}/{path}"))
-    how = quantisation.method(file_signs.read_object(files, config) if config in source.listing.assets else {})
+    how = quantisation.method(_model_config(source, sources))
     codes = next((name for name, tensor in tensors.items() if quantisation.are_codes(tensor.spec)), None)
     if how is None and codes is None:
         return
@@ -147,15 +168,15 @@ def _refuse_quantised(source: MergeSource, sources: MergeSources, tensors: Mappi
 
 
 def _config(source: MergeSource, sources: MergeSources) -> bytes:
-    config_bytes = source.listing.made_assets.get(lora_config.NAME)
+    config_bytes = source.listing.made_assets.get(adapter_config.NAME)
     if config_bytes is not None:
         return config_bytes
-    if lora_config.NAME not in source.listing.assets:
+    if adapter_config.NAME not in source.listing.assets:
         raise NoSuchResource(
-            f"{source.name} has no {lora_config.NAME}, which describes how to add its adapter",
+            f"{source.name} has no {adapter_config.NAME}, which describes how to add its adapter",
             hint="pass it as an asset when you save: assets=holdfast.integrations.peft.adapter_config(model)",
         )
-    return sources.watched.read(f"{source.number}/{lora_config.NAME}", 0, lora_config.BYTES_MAX)
+    return sources.watched.read(f"{source.number}/{adapter_config.NAME}", 0, adapter_config.BYTES_MAX)
 
 
 def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
@@ -203,17 +224,21 @@ def _merged(recipe: MergeRecipe, number: int, part: StackedPart, spaces: Workspa
 
 
 def _listing(
-    recipe: MergeRecipe, sources: MergeSources, tensors: Mapping[TensorKey, ForeignTensor], notes: list[str]
+    recipe: MergeRecipe,
+    sources: MergeSources,
+    tensors: Mapping[TensorKey, ForeignTensor],
+    settings: Mapping[str, Any],
+    notes: list[str],
 ) -> ForeignListing:
     """The listing of the merged checkpoint: computed tensors, and the small files of the base."""
     base = sources.source(recipe.assets_of.model).listing
-    left = () if recipe.out_group in _ADAPTER_GROUPS else (lora_config.NAME,)
+    left = () if recipe.out_group in _ADAPTER_GROUPS else (adapter_config.NAME,)
     assets = tuple(name for name in base.assets if name not in left)
     assets_made = {name: data for name, data in base.made_assets.items() if name not in left}
     config = hugging_face.CONFIG
     if config in assets or config in assets_made:
         data = assets_made[config] if config in assets_made else sources.watched.read(config)
-        changed = _config_of(recipe, data)
+        changed = _config_of(recipe, data, settings)
         if changed.notes:
             notes += changed.notes
             assets, assets_made = tuple(name for name in assets if name != config), {**assets_made, config: changed.data}
@@ -221,13 +246,15 @@ def _listing(
     return ForeignListing(KIND, tensors, files, assets=assets, notes=tuple(notes), made_assets=assets_made)
 
 
-def _config_of(recipe: MergeRecipe, data: bytes) -> ResultConfig:
+def _config_of(recipe: MergeRecipe, data: bytes, settings: Mapping[str, Any]) -> ResultConfig:
     config = ResultConfig(data)
     if recipe.dtype is not None:
         config.set_dtype(_CALLED[recipe.dtype])
     layers = stacked_layers(recipe)
     if layers is not None:
         config.stack(layers)
+    if settings:
+        config.set(settings)
     return config
 
 

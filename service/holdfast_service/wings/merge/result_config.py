@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast_formats.errors import StateMismatch
@@ -25,6 +25,17 @@ class ResultConfig:
         if changed is not None:
             self.data = changed
             self.notes.append(f"the dtype in {hugging_face.CONFIG} is now {dtype}")
+
+    def set(self, settings: Mapping[str, Any]) -> None:
+        """Set some keys, where the config or one of its parts has them, or at the top."""
+        document = self._document()
+        inner = [one for one in (document.get(name) for name in _INNER) if isinstance(one, dict)]
+        for key, value in settings.items():
+            having = [one for one in (document, *inner) if key in one] or [document]
+            for one in having:
+                one[key] = value
+            self.notes.append(f"{key} in {hugging_face.CONFIG} is now {json.dumps(value)}")
+        self._write(document)
 
     def stack(self, layers: Sequence[int]) -> None:
         """Set the number of layers, and order lists with an entry for each layer; `layers`: their numbers before.

@@ -45,6 +45,7 @@ class MergeSource(NamedTuple):
     number: int
     listing: ForeignListing
     told: Mapping[str, Any]  # its entry in state.json
+    ties: Mapping[str, Mapping[str, str]] = {}  # by group: other names of tied tensors, with the names they are stored under
 
     def tensors(self, *groups: str) -> dict[str, ForeignTensor]:
         """The tensors of the first of these groups that it has, by name."""
@@ -133,6 +134,7 @@ class _Own(NamedTuple):
     commit: bytes
     run: str
     step: int
+    ties: Mapping[str, Mapping[str, str]]
 
 
 def _committed(place: ModelPlace, kept_bytes_max: int) -> _Own | None:
@@ -144,12 +146,13 @@ def _committed(place: ModelPlace, kept_bytes_max: int) -> _Own | None:
         return None
     pair = open_checkpoint(place.files, directory)
     files = CommittedFiles(read_once(place.files), pair.manifest, directory, kept_bytes_max)
-    return _Own(files, of_committed(files, pair.manifest).listing, pair.commit, pair.manifest.run, pair.manifest.step)
+    source, manifest = of_committed(files, pair.manifest), pair.manifest
+    return _Own(files, source.listing, pair.commit, manifest.run, manifest.step, source.aliases)
 
 
 def _ours(place: ModelPlace, number: int, own: _Own) -> MergeSource:
     report = {"model": place.name, "run": own.run, "step": own.step, "commit": digest(own.commit)}
-    return MergeSource(place.name, number, _numbered(own.listing, number)._replace(files=()), report)
+    return MergeSource(place.name, number, _numbered(own.listing, number)._replace(files=()), report, own.ties)
 
 
 def _foreign(place: ModelPlace, number: int, watched: WatchedSource) -> MergeSource:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.mapping.listing import ForeignTensor
@@ -20,11 +20,12 @@ _BEFORE = re.compile(r"embed(?!_out)|embd\.|\.?wte\.|\.?wpe\.|^shared\.|rotary|i
 
 
 class Model(NamedTuple):
-    """A model that is merged: its weights by name, and the dtypes that they are stored in."""
+    """A model that is merged: its weights by name, the dtypes to store them in, and new settings of its config.json."""
 
     name: str
     tensors: Mapping[str, ForeignTensor]
     stored: Mapping[str, str]
+    settings: Mapping[str, Any] = {}
 
 
 class StackedPart(NamedTuple):

@@ -1,0 +1,85 @@
+"""The adapters that are compared with PEFT's own merges: the model, the words of `LoraConfig`, the dtype of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class AdapterCase(NamedTuple):
+    """An adapter of a small model. `vocabulary` is that of the adapter's model, if it was resized for training."""
+
+    name: str
+    model: str
+    words: Mapping[str, Any]
+    dtype: str = "float32"
+    vocabulary: int | None = None
+
+    @property
+    def base(self) -> str:
+        """The name of its base model: those of one kind and dtype are the same."""
+        return f"{self.model} {self.dtype}"
+
+
+_ATTENTION = ["q_proj", "v_proj"]
+_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+CASES = (
+    AdapterCase("plain", "llama", {"target_modules": [*_ATTENTION, "up_proj"]}),
+    AdapterCase("plain bf16", "llama", {"target_modules": [*_ATTENTION, "up_proj"]}, "bfloat16"),
+    AdapterCase("rslora", "llama", {"target_modules": _ATTENTION, "use_rslora": True}),
+    AdapterCase("dora", "llama", {"target_modules": [*_ATTENTION, "down_proj"], "use_dora": True}),
+    AdapterCase("dora bf16", "llama", {"target_modules": [*_ATTENTION, "down_proj"], "use_dora": True}, "bfloat16"),
+    AdapterCase("dora with rslora", "llama", {"target_modules": _ATTENTION, "use_dora": True, "use_rslora": True}),
+    AdapterCase(
+        "patterns",
+        "llama",
+        {
+            "target_modules": [*_ATTENTION, "up_proj"],
+            "rank_pattern": {"up_proj": 2, r"layers\.1\.self_attn\.q_proj": 3},
+            "alpha_pattern": {"v_proj": 5, r"^model\.layers\.0\.mlp\.up_proj": 7},
+        },
+    ),
+    AdapterCase("all biases", "qwen2", {"target_modules": ["q_proj", "up_proj"], "bias": "all"}),
+    AdapterCase("biases of modules", "qwen2", {"target_modules": ["q_proj", "up_proj"], "bias": "lora_only"}),
+    AdapterCase("biases of lora_B", "qwen2", {"target_modules": ["q_proj"], "lora_bias": True}),
+    AdapterCase("an embedding", "llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    AdapterCase("an embedding with dora", "llama", {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
+    AdapterCase("a tied embedding", "tied", {"target_modules": ["embed_tokens", "q_proj"]}),
+    AdapterCase("a tied head", "tied", {"target_modules": ["lm_head", "q_proj"]}),
+    AdapterCase("modules", "llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+    AdapterCase("modules bf16", "llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "bfloat16"),
+    AdapterCase("norms", "llama", {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}),
+    AdapterCase("an embedding that was tied", "tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    AdapterCase("a head that was tied", "tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    AdapterCase(
+        "an embedding that stays tied",
+        "tied",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    AdapterCase("more tokens", "llama", {"target_modules": ["q_proj"]}, vocabulary=24),
+    AdapterCase("more tokens, tied", "tied", {"target_modules": ["q_proj"]}, vocabulary=24),
+    AdapterCase("more tokens and an embedding", "tied", {"target_modules": ["embed_tokens"]}, vocabulary=24),
+    AdapterCase("some tokens", "llama", {"target_modules": ["q_proj"], "trainable_token_indices": [9, 3]}),
+    AdapterCase(
+        "some tokens, tied", "tied", {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [1, 7]}}
+    ),
+    AdapterCase("conv1d", "gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    AdapterCase("conv1d with dora", "gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
+    AdapterCase("conv1d and an embedding", "gpt2", {"target_modules": ["c_fc", "wte"], "fan_in_fan_out": True}),
+    AdapterCase("experts", "mixtral", {"target_modules": ["q_proj"], "target_parameters": _EXPERTS}),
+    AdapterCase("experts bf16", "mixtral", {"target_modules": ["q_proj"], "target_parameters": _EXPERTS}, "bfloat16"),
+    AdapterCase(
+        "experts with patterns",
+        "qwen3_moe",
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": _EXPERTS,
+            "rank_pattern": {"experts.gate_up_proj": 1, "experts.down_proj": 2},
+        },
+    ),
+    AdapterCase("a router", "mixtral", {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}),
+    AdapterCase("experts of gpt-oss", "gpt_oss", {"target_modules": ["q_proj"], "target_parameters": _EXPERTS}),
+    AdapterCase("a convolution", "vit", {"target_modules": ["projection", "query"]}),
+    AdapterCase("a convolution with dora", "vit", {"target_modules": ["projection"], "use_dora": True}),
+)
