@@ -158,8 +158,12 @@ class AcceleratorCheckpoints:
         if restored or self.checkpointer.last_restore is not None:
             counts = self._state["accelerate"]
             self._accelerator.step = counts["step"]
-            self._accelerator.project_configuration.iteration = counts["iteration"]
-            self._before, self._steps = counts["optimizer_steps"], dict.fromkeys(self._steps, 0)
+            if "iteration" in counts:
+                self._accelerator.project_configuration.iteration = counts["iteration"]
+            else:  # accelerate's own files have neither this count nor positions
+                for loader in self._loaders:
+                    loader.imported()
+            self._before, self._steps = counts.get("optimizer_steps", restored), dict.fromkeys(self._steps, 0)
             self._held = restored
         return restored
 

@@ -53,6 +53,8 @@ class _Saved(NamedTuple):
 class LoaderPosition:
     """The position of one prepared loader; an entry of the state with `state_dict` and `load_state_dict`."""
 
+    only_ours = True  # with accelerate's own checkpoints a script skips batches from the streams that it has then
+
     def __init__(self, loader: Any) -> None:
         """Raises `InvalidRequest` for a loader that accelerate did not prepare."""
         missing = [name for name in _USED if not hasattr(loader, name)]
@@ -68,6 +70,7 @@ class LoaderPosition:
         self._fetch: Moment | None = None
         self._inside, self._iteration = False, 0
         self._restored: _Saved | None = None
+        self._imported: Moment | None = None  # the streams of another program's checkpoint, which has no more of a position
         self._fetches_left = 0
         if getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False):
             # accelerate reads a StatefulDataLoader's state in prepare(), which makes an iterator. The first epoch would
@@ -111,9 +114,15 @@ class LoaderPosition:
             self.prepared.load_state_dict(state["loader"])
             self.prepared.dl_state_dict = state["loader"]  # the state for a save before the next epoch
 
+    def imported(self) -> None:
+        """Take the process's streams now for those of a save within an epoch, if the script skips batches of it."""
+        self._imported = self._take()
+
     def skipping(self, loader: Any, batches: int) -> None:
         """Follow a loader that accelerate made of the prepared one to skip so many batches."""
-        saved, self._current = self._restored, loader
+        if self._imported is not None and batches:
+            self._restored = _Saved(self.prepared.iteration, True, False, None, None, self._imported)
+        saved, self._current, self._imported = self._restored, loader, None
         self._follow(loader)
         if saved is None or not saved.inside:
             return

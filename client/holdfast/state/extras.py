@@ -22,7 +22,10 @@ GROUP = "extra"
 
 
 class Stateful(NamedTuple):
-    """An object with `state_dict` and `load_state_dict`. Its tensors are this rank's own, except DTensors and Fragments."""
+    """An object with `state_dict` and `load_state_dict`. Its tensors are this rank's own, except DTensors and Fragments.
+
+    An object that is `only_ours` keeps its present state if the checkpoint of another program has none.
+    """
 
     key: str
     target: Any
@@ -38,6 +41,8 @@ class Stateful(NamedTuple):
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
         """Want the stored document and its tensors, in new memory: the object gets them in `load_state_dict`."""
         text = stored.value(GROUP, self.key)
+        if text is None and stored.imported and getattr(self.target, "only_ours", False):
+            return PartPlan(notes=[f"the imported checkpoint has no {GROUP}/{self.key}, which only Holdfast stores"])
         if isinstance(self.target, HeldStreams) and text is not None and selection.takes(GROUP, self.key):
             self.target.refuse_unfit(json_values.loads(text, self.key, lambda kind, name: torch.empty(0)))
         return _plan(self.key, stored, selection, self._shards, self.target.load_state_dict)

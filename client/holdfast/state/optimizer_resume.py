@@ -17,7 +17,7 @@ from holdfast.state.optimizer_entries import OptimizerEntry
 from holdfast.state.optimizer_shards import ShardParameter
 from holdfast.state.optimizers import Parameter
 from holdfast.state.state_tensors import GROUP, MASTER_GROUP, NewTensor, device_of, is_storable, want_live
-from holdfast.tensors import casting, trees, wrapped
+from holdfast.tensors import casting, numbered_parameters, trees, wrapped
 from holdfast.tensors.fragments import global_shape
 from holdfast.tensors.leaves import Key, LackingCopy, OfferedLeaves, PartPlan, Selection
 from holdfast.tensors.optimizer_documents import WRAPPED
@@ -56,6 +56,25 @@ def under_key(stored: OfferedLeaves, keys: Sequence[str]) -> OfferedLeaves:
     ((key, text),) = groups.items()
     note = f"{GROUP}/{keys[0]} is restored from {GROUP}/{key} of the imported checkpoint"
     return stored._replace(values={**stored.values, GROUP: {keys[0]: text}}, notes=(*stored.notes, note))
+
+
+def with_names(stored: OfferedLeaves, optimizers: Sequence[OptimizerEntry], declared: bool) -> OfferedLeaves:
+    """An imported checkpoint whose optimizers number their parameters, with the live ones' names of these.
+
+    Raises `StateMismatch` if they do not fit, and with a declared layout, which splits tensors by name.
+    """
+    for one in optimizers:
+        if not numbered_parameters.is_numbered(stored, one.key):
+            continue
+        if declared:
+            raise StateMismatch(
+                f"{one.key}: the imported optimizer has numbers in place of names, which no layout can divide",
+                hint="restore it once without layout=, save it, and restore that checkpoint with layout=",
+            )
+        shapes = {parameter.name: tuple(global_shape(parameter.value)) for parameter in one.parameters()}
+        groups = [{name: shapes[name] for name in names} for names in one.names_of_groups()]
+        stored = numbered_parameters.named(stored, one.key, groups)
+    return stored
 
 
 class _Wrapping(NamedTuple):

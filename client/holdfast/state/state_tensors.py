@@ -10,7 +10,8 @@ Per optimizer the group `optim` holds one JSON document under the optimizer's ke
 `masters` the parameters whose full-precision copy, kept under that key, is stored in the group `master`; `kinds` says of a
 key's tensors what a restore cannot see from their shape. `wrapped`, if there is any, says what the wrapper tensors are whose
 inner tensors are stored as `name/key.attribute`, such as those of quantised optimizers. `began` has the learning rate that
-a group began with, if the user's own loop has set another one since.
+a group began with, if the user's own loop has set another one since. An import has `"numbered": true`, and numbers in place
+of names, if its source has no names (`tensors.numbered_parameters`).
 """
 
 from __future__ import annotations

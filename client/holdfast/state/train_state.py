@@ -324,6 +324,7 @@ class TrainState:
         self._temporaries.refuse(self.state)
         parts = self._parts(stored)
         stored = optimizer_resume.under_key(stored, [optimizer.key for optimizer in parts.optimizers])
+        stored = optimizer_resume.with_names(stored, parts.optimizers, self.declared is not None)
         wanted = check_groups(groups, parts.groups)
         if groups is None and from_model is not None and not stored.specs.get(MASTER):
             wanted -= {MASTER}  # the checkpoint has none: they are all set from the weights

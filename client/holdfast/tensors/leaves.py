@@ -71,10 +71,9 @@ class OfferedLeaves(NamedTuple):
         return self.values.get(group, {}).get(key)
 
     def canonical(self, group: str, name: str) -> str | None:
-        """The name under which this tensor's bytes are stored: its own, or that of which it is an alias."""
-        if name in self.specs.get(group, {}):
-            return name
-        return self.aliases.get(group, {}).get(name)
+        """The name under which this tensor's bytes are stored: that of which it is an alias, or its own."""
+        alias = self.aliases.get(group, {}).get(name)
+        return name if alias is None and name in self.specs.get(group, {}) else alias
 
 
 class Selection(NamedTuple):

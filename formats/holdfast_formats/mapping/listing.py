@@ -133,3 +133,11 @@ class ForeignListing(NamedTuple):
     notes: tuple[str, ...] = ()
     step: int | None = None  # of the training, if the checkpoint has it
     made_assets: Mapping[str, bytes] = {}  # files to write that are translated from the source's own, by name
+    rank_documents: Mapping[int, Mapping[str, Mapping[str, Any]]] = {}  # values of single ranks, as `documents`
+
+    def documents_of(self, documents: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[str, dict[str, Any]]]:
+        """These values of all ranks for each one that has its own, with its own."""
+        return {
+            rank: {group: {**documents.get(group, {}), **own.get(group, {})} for group in (*documents, *own)}
+            for rank, own in (self.rank_documents or {0: {}}).items()
+        }

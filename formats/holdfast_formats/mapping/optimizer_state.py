@@ -14,6 +14,7 @@ from holdfast_formats.errors import StateMismatch
 GROUP = "optim"
 MASTER_GROUP = "master"
 KEY = "optimizer"
+NUMBERED = "numbered"  # true in a document whose parameters have numbers: names are those of a live optimizer's order
 
 # Names under which optimizers keep a parameter's full-precision copy in their per-parameter state.
 MASTER_KEYS = frozenset(
@@ -56,6 +57,11 @@ def masters_in(held: Any) -> frozenset[str]:
     """The parameters whose full-precision copies an optimizer keeps in its own state."""
     masters = _plain(held.get("masters", {})) if is_document(held) else {}
     return frozenset(name for names in masters.values() for name in names)
+
+
+def is_numbered(held: Any) -> bool:
+    """Whether a document's parameters have numbers in place of names."""
+    return is_document(held) and held.get(NUMBERED) is True
 
 
 def renamed(held: Any, became: Callable[[str], Sequence[str]]) -> Any:

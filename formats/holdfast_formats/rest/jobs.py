@@ -34,6 +34,8 @@ Step = Annotated[int, Field(ge=0, le=naming.STEP_MAX, description="the step of t
 IMPORT_KINDS = {
     "hf": "a Hugging Face model",
     "peft": "a PEFT adapter",
+    "trainer": "a checkpoint of the Hugging Face Trainer",
+    "accelerate": "a state that Accelerate saved",
     "deepspeed": "a DeepSpeed checkpoint with ZeRO",
     "hf-bin": "a Hugging Face model in pytorch_model.bin",
     "torch": "a state dict in a torch file",

@@ -509,6 +509,27 @@ def test_the_only_optimizer_of_an_imported_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("imported", [True, False])
+def test_objects_of_which_no_other_program_has_a_state(imported: bool) -> None:
+    """Without a state in an imported checkpoint they keep their own; one that was saved here must have it."""
+
+    class Position:
+        only_ours = True
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise AssertionError(state)
+
+    found = TrainState({"loader": Position()}, 0, 1).prepare(
+        OfferedLeaves({}, {}, {"extra": {}}, imported=imported), strict=False
+    )
+    assert any("the imported checkpoint has no extra/loader" in note for note in found.notes) is imported
+    assert ("extra/loader" in found.missing) is not imported
+    found.apply()
+
+
+@pytest.mark.parametrize("imported", [True, False])
 def test_values_of_another_program(imported: bool) -> None:
     """What an imported checkpoint has in group extra may be more than the state's; of one that was saved it may not."""
     stored = OfferedLeaves({"extra": {"loader/at": ("I64", ())}}, {}, {"extra": {"epoch": "3"}}, imported=imported)

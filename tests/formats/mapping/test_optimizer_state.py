@@ -29,3 +29,10 @@ def test_masters_that_an_optimizer_keeps() -> None:
     made["masters"] = {"$keys": ["master_param"], "master_param": ["a"]}
     assert optimizer_state.masters_in(made) == {"a"}
     assert optimizer_state.masters_in("no document") == frozenset()
+
+
+def test_documents_with_numbers_say_so() -> None:
+    made = optimizer_state.document([(("0",), {})])
+    assert not optimizer_state.is_numbered(made)
+    assert optimizer_state.is_numbered({**made, optimizer_state.NUMBERED: True})
+    assert not optimizer_state.is_numbered({optimizer_state.NUMBERED: True})

@@ -37,6 +37,8 @@ class StepStart(NamedTuple):
 class DataStreams:
     """An entry of the state, with the position in the epoch. Each rank has its own."""
 
+    only_ours = True  # transformers' own checkpoints have the streams of the save alone
+
     def __init__(self, world: int, go_on: Callable[[], None]) -> None:
         self._world, self._go_on = world, go_on
         self._now = Position()

@@ -150,7 +150,7 @@ def planned(watched: WatchedSource, listing: ForeignListing, wanted: MappedListi
         mesh={},
         state=b"",
     )
-    plan = plan._replace(state=_state(plan, wanted.documents))
+    plan = plan._replace(state=_state(plan, listing.documents_of(wanted.documents)))
     job = streaming.digest_of(watched, listing.tensors, files)
     return PlannedImport(watched, listing, wanted, files, plan, job)
 
@@ -229,9 +229,12 @@ def _put_asset(planned: PlannedImport, staged: StagedFiles, blob: Blob, going: C
     return FileEntry(blob.name, blob.length, 0, running_digest.hexdigest())
 
 
-def _state(plan: WritePlan, documents: Documents) -> bytes:
-    values = {group: {key: json.dumps(value) for key, value in held.items()} for group, held in documents.items()}
-    return state_json.merge(plan.step, {}, plan.groups, {0: values})
+def _state(plan: WritePlan, documents: Mapping[int, Documents]) -> bytes:
+    values = {
+        rank: {group: {key: json.dumps(value) for key, value in held.items()} for group, held in of_rank.items()}
+        for rank, of_rank in documents.items()
+    }
+    return state_json.merge(plan.step, {}, plan.groups, values)
 
 
 def _target(layout: FilePlan, targets: Mapping[TensorKey, MappedTensor]) -> TargetFile:

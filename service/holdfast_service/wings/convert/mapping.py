@@ -36,6 +36,12 @@ def mapped(files: Files, listing: ForeignListing, program: str | None) -> Mapped
     """
     if program is None:
         return MappedListing(tuple(same(tensor) for tensor in listing.tensors.values()), listing.documents)
+    if any(map(optimizer_state.is_numbered, listing.documents.get(optimizer_state.GROUP, {}).values())):
+        raise StateMismatch(
+            "the optimizer has numbers in place of parameter names, which programs cannot map",
+            hint="import it without --program, and restore it with the model as it is; for other names import the weights "
+            "alone, from a copy of the directory without the optimizer's file",
+        )
     specs = {key: tensor.spec for key, tensor in listing.tensors.items()}
     compiled = compile_program(
         named_or_written(program), specs, {} if files.size(CONFIG) is None else read_object(files, CONFIG)

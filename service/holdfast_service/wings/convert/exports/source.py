@@ -99,7 +99,8 @@ def of_listing(files: Files, listing: ForeignListing) -> ExportSource:
 def _as_stored(listing: ForeignListing) -> dict[str, dict[str, Any]]:
     """The documents as they would come out of an import's state.json, including the order of keys."""
     groups = tuple(sorted({key.group for key in listing.tensors} | listing.documents.keys()))
-    values = {group: {key: json.dumps(value) for key, value in held.items()} for group, held in listing.documents.items()}
+    first = listing.documents_of(listing.documents)[0]
+    values = {group: {key: json.dumps(value) for key, value in held.items()} for group, held in first.items()}
     stored = state_json.for_rank(state_json.merge(listing.step or 0, {}, groups, {0: values}), 0)
     return {group: {key: json.loads(text) for key, text in held.items()} for group, held in stored.values.items()}
 

@@ -1,7 +1,8 @@
-"""Tensors that no file has, but that follow from others or from a number."""
+"""Tensors that no file has, but that follow from others or from numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,3 +73,24 @@ def rounded(source: ForeignTensor, key: TensorKey, dtype: str) -> ForeignTensor:
 def scalar(key: TensorKey, value: float) -> ForeignTensor:
     """A number as an F32 tensor without dimensions."""
     return ForeignTensor(TensorSpec(key.group, key.name, "F32", ()), (), decoder=Number(value))
+
+
+class Numbers(NamedTuple):
+    """Whole numbers in a row."""
+
+    terms: tuple[int, ...]
+    dtype: str
+
+    @property
+    def inputs(self) -> tuple[ForeignTensor, ...]:
+        return ()
+
+    def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
+        first, count = box.offset[0], box.shape[0]
+        return np.array(self.terms[first : first + count], dtypes.to_numpy(self.dtype))
+
+
+def whole_numbers(key: TensorKey, values: Sequence[int], dtype: str) -> ForeignTensor:
+    """Whole numbers as a tensor of one dimension; they must fit into `dtype`."""
+    spec = TensorSpec(key.group, key.name, dtype, (len(values),))
+    return ForeignTensor(spec, (), decoder=Numbers(tuple(values), dtype))

@@ -7,10 +7,13 @@ from holdfast_service.wings.convert.foreign.dcp import kinds as dcp
 from holdfast_service.wings.convert.foreign.deepspeed import kinds as deepspeed
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.foreign.paddle import flex, lora, sharding_io, unified
+from holdfast_service.wings.convert.foreign.trainers import accelerate, trainer
 
 KINDS: tuple[ForeignKind, ...] = (
     hugging_face.KIND,
     peft_adapter.KIND,
+    trainer.KIND,
+    accelerate.KIND,
     deepspeed.KIND,
     torch_weights.DIRECTORY_KIND,
     torch_weights.FILE_KIND,

@@ -10,6 +10,7 @@ from holdfast_service.wings.convert.foreign import file_signs, hugging_face, qua
 from holdfast_service.wings.convert.foreign.hugging_face import TakenTensors
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.foreign.pickles import read_torch
+from holdfast_service.wings.convert.foreign.trainers import signs
 
 GROUP = "adapter"
 CONFIG = "adapter_config.json"
@@ -17,7 +18,9 @@ SAFE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 
 
 def recognises(files: Files) -> bool:
-    return files.size(CONFIG) is not None and any(files.size(name) is not None for name in (SAFE, PICKLED))
+    """An adapter's directory, unless a Trainer's own state is in it."""
+    found = files.size(CONFIG) is not None and any(files.size(name) is not None for name in (SAFE, PICKLED))
+    return found and not signs.is_trainer(files)
 
 
 def read(files: Files, options: ReadOptions) -> ForeignListing:

@@ -147,3 +147,12 @@ def test_what_has_no_place_is_named() -> None:
     assert "megatron" not in export_names.LAYOUTS
     with pytest.raises(InvalidRequest, match="there is no layout 'megatron'"):
         export.target_files(source.mapped, documents, "megatron")
+
+
+def test_an_optimizer_with_numbers_is_left_out(tmp_path: Path) -> None:
+    """torch finds the state of an optimizer in a directory by the names of its parameters."""
+    document = {**optimizer_state.document([(["0"], {"lr": 0.5})]), optimizer_state.NUMBERED: True}
+    values = _model({"w": torch.ones(2)}) | {TensorKey("optim", "0/exp_avg"): torch.ones(2)}
+    made = _exported(tmp_path, values, "fsdp", documents={"optim": {"optim": document}})
+    reasons = dict(made.left_out)
+    assert "numbers" in reasons["optim/optim"] and "optim/0/exp_avg" in reasons

@@ -85,6 +85,10 @@ class _Naming:
 
     def optimizer(self, key: str, document: Any, count: int) -> None:
         """Name the state and groups of one optimizer, of `count` in the checkpoint."""
+        if optimizer_state.is_numbered(document):
+            reason = "its parameters have numbers: a trainer that restores it, and saves, stores it by names"
+            self.left_out.append((f"{optimizer_state.GROUP}/{key}", reason))
+            return
         try:
             held = json_values.decode(document, lambda _, name: _Stored(name))
             groups = list(held["groups"].values())
