@@ -441,7 +441,8 @@ class Checkpointer:
                 such a restore is refused, because the next step would undo it.
             cast: Round floats of another dtype, as torch's `.to` does, with notes.
             exclude: Patterns over `group/name` to leave out, as in `save()`.
-            keep: Patterns over `key/name` of hyper-parameters whose live values stay, such as `optim/lr`.
+            keep: Patterns over `key/name` of hyper-parameters of optimizers and settings of schedulers whose live values
+                stay, such as `optim/lr` and `scheduler/T_max`.
 
         Returns:
             The step that was restored; 0 if the run has no checkpoint yet.

@@ -80,12 +80,13 @@ def loose(state: Mapping[str, Any], rank: int, keeper: ContainerKeeper) -> list[
         if target is None:
             entries_now.append(Value(key, state, keeper))
             continue
-        part = Stateful(key, target, rank)
-        (generators if isinstance(target, streams.HeldStreams) else entries_now).append(part)
         if loaders.is_loader(target):
             iterated[key] = target
             own = loaders.own_generator(key, target, state, rank)
             generators += [] if own is None else [own]
+            entries_now += [loaders.LoaderRows(key, target), Stateful(key, loaders.HeldLoader(key, target), rank)]
+        else:
+            (generators if isinstance(target, streams.HeldStreams) else entries_now).append(Stateful(key, target, rank))
     return [*entries_now, loaders.LoaderIterators(iterated), *generators]
 
 

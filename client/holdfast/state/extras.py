@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.state.containers import ContainerKeeper, can_take, is_mutable
-from holdfast.state.streams import HeldStreams
+from holdfast.state.hyper_parameters import keep_settings
+from holdfast.state.streams import Held
 from holdfast.tensors import json_values, trees
 from holdfast.tensors.fragments import Fragment, FragmentList, Storable, is_sharded, objects
 from holdfast.tensors.json_values import referred
@@ -43,9 +45,21 @@ class Stateful(NamedTuple):
         text = stored.value(GROUP, self.key)
         if text is None and stored.imported and getattr(self.target, "only_ours", False):
             return PartPlan(notes=[f"the imported checkpoint has no {GROUP}/{self.key}, which only Holdfast stores"])
-        if isinstance(self.target, HeldStreams) and text is not None and selection.takes(GROUP, self.key):
-            self.target.refuse_unfit(json_values.loads(text, self.key, lambda kind, name: torch.empty(0)))
-        return _plan(self.key, stored, selection, self._shards, self.target.load_state_dict)
+        note = None
+        if text is not None and selection.takes(GROUP, self.key) and isinstance(self.target, Held | LRScheduler):
+            value = json_values.loads(text, self.key, lambda kind, name: torch.empty(0))
+            if isinstance(self.target, Held):
+                self.target.refuse_unfit(value)
+            else:
+                note = keep_settings(self.key, self.target, value, selection)
+        plan = _plan(self.key, stored, selection, self._shards, partial(self._load, selection))
+        plan.notes += [] if note is None else [note]
+        return plan
+
+    def _load(self, selection: Selection, value: Any) -> None:
+        if isinstance(self.target, LRScheduler):
+            keep_settings(self.key, self.target, value, selection)
+        self.target.load_state_dict(value)
 
     def _tree(self) -> trees.Tree:
         return trees.grow(self.target.state_dict(), self.key, self.key, f"{RANK_PREFIX}{self.rank:05d}/{self.key}")

@@ -1,14 +1,17 @@
-"""Hyper-parameters on a restore: which are taken from the checkpoint, which stay, and which user values that replaces."""
+"""Hyper-parameters of optimizers and schedulers on a restore: which are taken from the checkpoint, which stay, and which
+user values that replaces.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.left_out import LeftOutNote
 from holdfast.tensors.leaves import PartPlan, Selection
@@ -25,6 +28,10 @@ _MOVED = {
     "momentum": ("base_momentum", "max_momentum"),
     "betas": ("base_momentum", "max_momentum"),
 }
+_OF_SCHEDULES = frozenset({"max_lr"})  # given to a scheduler, which keeps them in the groups of its optimizer
+_INNER = "_schedulers"  # of torch's schedulers that are made of others
+# Which torch's schedulers compute from what they were given, and the setting with which it goes: OneCycleLR, CyclicLR.
+_COMPUTED = {"_schedule_phases": "total_steps", "total_size": "total_size", "step_ratio": "step_ratio"}
 
 
 class FirstRates:
@@ -62,12 +69,14 @@ def given_to(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[str]:
 
 
 def check_keep(patterns: Sequence[str], live: Iterable[tuple[str, Iterable[Hyper]]]) -> None:
-    """`InvalidRequest` for a pattern of `keep=` that matches nothing; `live` are the groups by the optimizer's key."""
+    """`InvalidRequest` for a pattern of `keep=` that matches nothing; `live` are the groups by the optimizer's key, and the
+    settings of schedulers by theirs.
+    """
     known = {f"{key}/{name}" for key, groups in live for group in groups for name in group if name not in IMPLEMENTATION}
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
             raise InvalidRequest(
-                f"keep= matches no hyper-parameter of the state's optimizers: {pattern}",
+                f"keep= matches no hyper-parameter of the state's optimizers and schedulers: {pattern}",
                 hint=f"there are {', '.join(sorted(known)) or 'none'}",
             )
 
@@ -101,6 +110,59 @@ def chosen(of: LiveGroups, document: Mapping[str, Any], plan: PartPlan, selectio
     return chosen_values
 
 
+class Setting(NamedTuple):
+    """A value in a scheduler's `state_dict` that follows from its constructor's arguments: its name, where it is, and the
+    name of the setting with which it is kept.
+    """
+
+    name: str
+    held: dict[str, Any]
+    key: str
+    kept_with: str
+
+    @property
+    def value(self) -> Any:
+        return self.held[self.key]
+
+
+def settings(scheduler: LRScheduler, held: dict[str, Any], prefix: str = "") -> Iterator[Setting]:
+    """The settings in `held`, a `state_dict` of such a scheduler. Those of schedulers inside it are called `0.T_max`."""
+    given = set(inspect.signature(type(scheduler).__init__).parameters) - {"last_epoch"}  # which every step moves
+    given |= {"lr_lambdas", *_COMPUTED}
+    for key in held:
+        name = key.lstrip("_")
+        if key != _INNER and not given.isdisjoint((key, name, name.removesuffix("s"))):
+            yield Setting(prefix + name, held, key, prefix + _COMPUTED.get(key, name))
+    for number, (inner, part) in enumerate(zip(vars(scheduler).get(_INNER, ()), held.get(_INNER, ()), strict=False)):
+        yield from settings(inner, part, f"{prefix}{number}.")
+
+
+def scheduler_settings(state: Mapping[str, Any]) -> list[tuple[str, list[Hyper]]]:
+    """The settings of the state's schedulers, by the key of each."""
+    schedulers = {key: value for key, value in state.items() if isinstance(value, LRScheduler)}
+    return [
+        (key, [{one.name: one.value for one in settings(value, value.state_dict())}]) for key, value in schedulers.items()
+    ]
+
+
+def keep_settings(key: str, scheduler: LRScheduler, stored: Any, selection: Selection) -> LeftOutNote | None:
+    """Put the live settings that stay into a stored `state_dict`. Returns a note on those that the checkpoint replaces."""
+    live = {one.name: one.value for one in settings(scheduler, scheduler.state_dict())}
+    found = settings(scheduler, stored) if isinstance(stored, dict) else ()
+    differing = [one for one in found if one.name in live and not _equal(live[one.name], one.value)]
+    replaced: list[Setting] = []
+    for one in differing:
+        if is_kept(key, one.kept_with, selection) or is_kept(key, one.name, selection):
+            one.held[one.key] = live[one.name]
+        elif one.name == one.kept_with or all(other.name != one.kept_with for other in differing):
+            replaced.append(one)
+    if not replaced:
+        return None
+    changes = "; ".join(f"{one.name} {live[one.name]} by {one.value} of {key}" for one in replaced[:LISTED_MAX])
+    hint = f"keep=('{key}/{replaced[0].name}',) would keep those given"
+    return LeftOutNote(f"settings of the checkpoint's scheduler replace those given here: {changes} ({hint})")
+
+
 def is_kept(key: str, name: str, selection: Selection) -> bool:
     return any(fnmatchcase(f"{key}/{name}", pattern) for pattern in selection.keep)
 
@@ -127,7 +189,7 @@ def _replaced(live: Hyper, stored: Hyper, given: frozenset[str], began_by_hand: 
     it began.
     """
     changes = []
-    for name in sorted(given & live.keys() & stored.keys()):
+    for name in sorted((given | _OF_SCHEDULES) & live.keys() & stored.keys()):
         now, then = live[name], stored[name]
         began = [kept for kept in _MOVED.get(name, ()) if kept in stored]
         if name == "lr" and began:

@@ -18,7 +18,15 @@ _GENERATOR = "torch.Generator"  # the key of a generator's state
 _DEVICE = "device"
 
 
-class HeldGenerator:
+class Held:
+    """An adapter of an entry, which checks what a checkpoint has of it before anything changes."""
+
+    def refuse_unfit(self, stored: Any) -> None:
+        """Raise `StateMismatch` for a document that cannot be restored; its tensors are not filled yet."""
+        raise NotImplementedError
+
+
+class HeldGenerator(Held):
     """A generator of torch as an object with a state."""
 
     def __init__(self, key: str, generator: torch.Generator) -> None:
@@ -37,7 +45,7 @@ class HeldGenerator:
         _put(self._key, self._generator, stored)
 
 
-class HeldTracker:
+class HeldTracker(Held):
     """A tracker, which gets and sets several random streams at once, as an object with a state."""
 
     def __init__(self, key: str, tracker: Any, get: str, put: str) -> None:

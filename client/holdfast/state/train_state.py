@@ -36,7 +36,7 @@ from holdfast.state.containers import ContainerKeeper
 from holdfast.state.entries import AskedEntry, StatePart
 from holdfast.state.exclusion import Exclusion, is_extra_alone, keep_trained, trained
 from holdfast.state.frozen import GradientNotes
-from holdfast.state.hyper_parameters import FirstRates, check_keep
+from holdfast.state.hyper_parameters import FirstRates, check_keep, scheduler_settings
 from holdfast.state.masters import BesideWeights, Masters, settle
 from holdfast.state.modules import (
     EMA,
@@ -329,7 +329,8 @@ class TrainState:
         if groups is None and from_model is not None and not stored.specs.get(MASTER):
             wanted -= {MASTER}  # the checkpoint has none: they are all set from the weights
         if keep:
-            check_keep(keep, ((optimizer.key, optimizer.groups_of_parameters()) for optimizer in parts.optimizers))
+            live = [(optimizer.key, list(optimizer.groups_of_parameters())) for optimizer in parts.optimizers]
+            check_keep(keep, [*live, *scheduler_settings(self.state)])
         selection = Selection(wanted, tuple(ignore), cast, groups is not None, tuple(keep))
         beside = parts.beside_weights()
         if self.declared is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from holdfast.left_out import LeftOutNote
+from holdfast.state.hyper_parameters import settings
 from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import InvalidRequest
 from tests.client.checkpoint_in_memory import Checkpoint, restore, save
@@ -101,3 +103,74 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="optim/learning_rate") as told:
         restore(save(made(0.1)), made(0.1), keep=("optim/learning_rate",))
     assert "optim/lr" in told.value.hint
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, int], lr_scheduler.LRScheduler]] = {
+    "T_max": lambda optimizer, total: lr_scheduler.CosineAnnealingLR(optimizer, T_max=total),
+    "total_steps": lambda optimizer, total: lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=total),
+    "total_size": lambda optimizer, total: lr_scheduler.CyclicLR(optimizer, 0.1, 1.0, total // 2, cycle_momentum=False),
+    "1.total_iters": lambda optimizer, total: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.ConstantLR(optimizer), lr_scheduler.PolynomialLR(optimizer, total_iters=total)],
+        milestones=[2],
+    ),
+    "patience": lambda optimizer, total: lr_scheduler.ReduceLROnPlateau(optimizer, patience=total),
+}
+
+
+def scheduled(setting: str, total: int, steps: int = 0) -> Made:
+    state = made(0.1)
+    scheduler = SCHEDULES[setting](state["optim"], total)
+    for _ in range(steps):
+        state["model"](torch.ones(1, 2)).sum().backward()
+        state["optim"].step()
+        scheduler.step(*([1.0] if setting == "patience" else []))  # type: ignore[arg-type]
+    return {**state, "scheduler": scheduler}
+
+
+def value_of(state: Made, setting: str) -> Any:
+    scheduler = state["scheduler"]
+    return {one.name: one.value for one in settings(scheduler, scheduler.state_dict())}[setting]
+
+
+@pytest.mark.parametrize("setting", SCHEDULES)
+def test_a_longer_schedule_is_replaced_with_a_note_or_kept(setting: str) -> None:
+    """A schedule for more steps than the checkpoint's: named with the line that keeps it, and kept by that line."""
+    checkpoint = save(scheduled(setting, 10, steps=5))
+    assert restore(checkpoint, scheduled(setting, 10)).notes == []
+    twin = scheduled(setting, 20)
+    given = value_of(twin, setting)
+    (note,) = restore(checkpoint, twin).notes
+    assert isinstance(note, LeftOutNote)
+    assert f"{setting} {given} by {value_of(twin, setting)} of scheduler (keep=('scheduler/{setting}',)" in note
+    longer = scheduled(setting, 20)
+    assert restore(checkpoint, longer, keep=(f"scheduler/{setting}",)).notes == []
+    assert value_of(longer, setting) == given
+    assert longer["scheduler"].last_epoch == 5
+
+
+def test_a_kept_one_cycle_goes_on_to_its_new_end() -> None:
+    """Its phases are computed from the number of steps, and are kept with it."""
+    twin = scheduled("total_steps", 20)
+    restore(save(scheduled("total_steps", 10, steps=5)), twin, keep=("scheduler/*",))
+    whole = scheduled("total_steps", 20, steps=19)
+    for _ in range(14):
+        twin["optim"].step()
+        twin["scheduler"].step()
+    assert twin["scheduler"].get_last_lr() == whole["scheduler"].get_last_lr()
+
+
+def test_a_schedules_peak_is_named() -> None:
+    """OneCycleLR keeps its `max_lr` in the groups of the optimizer."""
+    checkpoint = save(scheduled("total_steps", 10, steps=5))
+    twin = made(0.1)
+    twin["scheduler"] = lr_scheduler.OneCycleLR(twin["optim"], max_lr=3.0, total_steps=10)
+    (note,) = restore(checkpoint, twin).notes
+    assert "max_lr 3.0 by 1.0" in note
+
+
+def test_a_setting_that_no_scheduler_has_is_refused() -> None:
+    twin = scheduled("T_max", 20)
+    with pytest.raises(InvalidRequest, match="scheduler/T_min") as refused:
+        restore(save(scheduled("T_max", 10)), twin, keep=("scheduler/T_min",))
+    assert "scheduler/T_max" in refused.value.hint
