@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.state.containers import ContainerKeeper, can_take, is_mutable
 from holdfast.state.hyper_parameters import keep_settings
-from holdfast.state.streams import Held
+from holdfast.state.streams import CheckedEntry
 from holdfast.tensors import json_values, trees
 from holdfast.tensors.fragments import Fragment, FragmentList, Storable, is_sharded, objects
 from holdfast.tensors.json_values import referred
@@ -46,9 +46,9 @@ class Stateful(NamedTuple):
         if text is None and stored.imported and getattr(self.target, "only_ours", False):
             return PartPlan(notes=[f"the imported checkpoint has no {GROUP}/{self.key}, which only Holdfast stores"])
         note = None
-        if text is not None and selection.takes(GROUP, self.key) and isinstance(self.target, Held | LRScheduler):
+        if text is not None and selection.takes(GROUP, self.key) and isinstance(self.target, CheckedEntry | LRScheduler):
             value = json_values.loads(text, self.key, lambda kind, name: torch.empty(0))
-            if isinstance(self.target, Held):
+            if isinstance(self.target, CheckedEntry):
                 self.target.refuse_unfit(value)
             else:
                 note = keep_settings(self.key, self.target, value, selection)

@@ -110,7 +110,7 @@ def chosen(of: LiveGroups, document: Mapping[str, Any], plan: PartPlan, selectio
     return chosen_values
 
 
-class Setting(NamedTuple):
+class SchedulerSetting(NamedTuple):
     """A value in a scheduler's `state_dict` that follows from its constructor's arguments: its name, where it is, and the
     name of the setting with which it is kept.
     """
@@ -125,14 +125,14 @@ class Setting(NamedTuple):
         return self.held[self.key]
 
 
-def settings(scheduler: LRScheduler, held: dict[str, Any], prefix: str = "") -> Iterator[Setting]:
+def settings(scheduler: LRScheduler, held: dict[str, Any], prefix: str = "") -> Iterator[SchedulerSetting]:
     """The settings in `held`, a `state_dict` of such a scheduler. Those of schedulers inside it are called `0.T_max`."""
     given = set(inspect.signature(type(scheduler).__init__).parameters) - {"last_epoch"}  # which every step moves
     given |= {"lr_lambdas", *_COMPUTED}
     for key in held:
         name = key.lstrip("_")
         if key != _INNER and not given.isdisjoint((key, name, name.removesuffix("s"))):
-            yield Setting(prefix + name, held, key, prefix + _COMPUTED.get(key, name))
+            yield SchedulerSetting(prefix + name, held, key, prefix + _COMPUTED.get(key, name))
     for number, (inner, part) in enumerate(zip(vars(scheduler).get(_INNER, ()), held.get(_INNER, ()), strict=False)):
         yield from settings(inner, part, f"{prefix}{number}.")
 
@@ -150,7 +150,7 @@ def keep_settings(key: str, scheduler: LRScheduler, stored: Any, selection: Sele
     live = {one.name: one.value for one in settings(scheduler, scheduler.state_dict())}
     found = settings(scheduler, stored) if isinstance(stored, dict) else ()
     differing = [one for one in found if one.name in live and not _equal(live[one.name], one.value)]
-    replaced: list[Setting] = []
+    replaced: list[SchedulerSetting] = []
     for one in differing:
         if is_kept(key, one.kept_with, selection) or is_kept(key, one.name, selection):
             one.held[one.key] = live[one.name]

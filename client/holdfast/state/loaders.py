@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetR
 
 from holdfast.left_out import LeftOutNote
 from holdfast.state.extras import GROUP, Stateful
-from holdfast.state.streams import Held, HeldGenerator
+from holdfast.state.streams import CheckedEntry, HeldGenerator
 from holdfast.tensors import json_values, trees
 from holdfast.tensors.leaves import Content, OfferedLeaves, PartPlan, Selection
 from holdfast_formats.errors import StateMismatch
@@ -101,7 +101,7 @@ class LoaderRows(NamedTuple):
         return PartPlan(documents=[(GROUP, self._name)])
 
 
-class HeldLoader(Held):
+class HeldLoader(CheckedEntry):
     """A loader as an object with a state, which goes on with another number of workers where its position allows it."""
 
     def __init__(self, key: str, loader: Any) -> None:

@@ -18,7 +18,7 @@ _GENERATOR = "torch.Generator"  # the key of a generator's state
 _DEVICE = "device"
 
 
-class Held:
+class CheckedEntry:
     """An adapter of an entry, which checks what a checkpoint has of it before anything changes."""
 
     def refuse_unfit(self, stored: Any) -> None:
@@ -26,7 +26,7 @@ class Held:
         raise NotImplementedError
 
 
-class HeldGenerator(Held):
+class HeldGenerator(CheckedEntry):
     """A generator of torch as an object with a state."""
 
     def __init__(self, key: str, generator: torch.Generator) -> None:
@@ -45,7 +45,7 @@ class HeldGenerator(Held):
         _put(self._key, self._generator, stored)
 
 
-class HeldTracker(Held):
+class HeldTracker(CheckedEntry):
     """A tracker, which gets and sets several random streams at once, as an object with a state."""
 
     def __init__(self, key: str, tracker: Any, get: str, put: str) -> None:
