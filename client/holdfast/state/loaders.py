@@ -176,13 +176,14 @@ def _with_workers(main: Mapping[str, Any], workers: int, step: int, finished: bo
 
 def rows_of(loader: Any) -> int | None:
     """The rows of a torch loader's data. None for data without a length, and for data with a state of their own."""
-    data = loader.dataset if isinstance(loader, DataLoader) else None
+    data: Any = loader.dataset if isinstance(loader, DataLoader) else None
     if data is None or isinstance(data, IterableDataset) or hasattr(data, "state_dict"):
         return None
     try:
-        return len(data)
+        rows: int = len(data)
     except (TypeError, NotImplementedError):
         return None
+    return rows
 
 
 def _no_tensor(kind: str, name: str) -> None:

@@ -329,8 +329,8 @@ class TrainState:
         if groups is None and from_model is not None and not stored.specs.get(MASTER):
             wanted -= {MASTER}  # the checkpoint has none: they are all set from the weights
         if keep:
-            live = [(optimizer.key, list(optimizer.groups_of_parameters())) for optimizer in parts.optimizers]
-            check_keep(keep, [*live, *scheduler_settings(self.state)])
+            groups_now = [(optimizer.key, list(optimizer.groups_of_parameters())) for optimizer in parts.optimizers]
+            check_keep(keep, [*groups_now, *scheduler_settings(self.state)])
         selection = Selection(wanted, tuple(ignore), cast, groups is not None, tuple(keep))
         beside = parts.beside_weights()
         if self.declared is None:
