@@ -36,6 +36,7 @@ IMPORT_KINDS = {
     "peft": "a PEFT adapter",
     "trainer": "a checkpoint of the Hugging Face Trainer",
     "accelerate": "a state that Accelerate saved",
+    "diffusers": "a pipeline of diffusers",
     "deepspeed": "a DeepSpeed checkpoint with ZeRO",
     "hf-bin": "a Hugging Face model in pytorch_model.bin",
     "torch": "a state dict in a torch file",
@@ -50,6 +51,7 @@ IMPORT_KINDS = {
 EXPORT_KINDS = {
     "hf": "a Hugging Face directory",
     "peft": "a PEFT adapter",
+    "diffusers": "a pipeline of diffusers",
     "dcp": "a directory of torch.distributed.checkpoint",
     "gguf": "a GGUF file of llama.cpp",
     "paddle-uc": "a unified checkpoint of PaddleFormers",

@@ -2,6 +2,7 @@
 
 models--ORG--NAME/blobs/<hash>
 models--ORG--NAME/snapshots/<revision>/model.safetensors -> ../../blobs/<hash>
+models--ORG--NAME/snapshots/<revision>/unet/config.json -> ../../../blobs/<hash>
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from holdfast_formats.files import Files
 from .posix import PosixTier
 from .tier import Buffer
 
-_TARGET = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40}|[0-9a-f]{64})")
+_TARGET = re.compile(r"((?:\.\./)+)blobs/([0-9a-f]{40}|[0-9a-f]{64})")
 
 
 class HubSnapshot:
@@ -54,7 +55,7 @@ class HubSnapshot:
             target = _TARGET.fullmatch(os.readlink(self._cache.root / stored_path))
         except OSError:  # not a link
             return stored_path
-        return f"blobs/{target[1]}" if target else stored_path
+        return f"blobs/{target[2]}" if target and target[1].count("/") == stored_path.count("/") else stored_path
 
 
 def opened(directory: Path) -> Files:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_service.wings.convert.exports import dcp, gguf, hugging_face, paddle_flex, paddle_unified, peft
+from holdfast_service.wings.convert.exports import dcp, diffusers, gguf, hugging_face, paddle_flex, paddle_unified, peft
 from holdfast_service.wings.convert.exports.plan import ExportKind
 
-KINDS: tuple[ExportKind, ...] = (hugging_face.KIND, peft.KIND, dcp.KIND, gguf.KIND, paddle_unified.KIND, paddle_flex.KIND)
+KINDS: tuple[ExportKind, ...] = (
+    hugging_face.KIND,
+    peft.KIND,
+    diffusers.KIND,
+    dcp.KIND,
+    gguf.KIND,
+    paddle_unified.KIND,
+    paddle_flex.KIND,
+)
 NAMES: tuple[str, ...] = tuple(kind.name for kind in KINDS)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast_service.wings.convert.foreign import hugging_face, peft_adapter, torch_weights
+from holdfast_service.wings.convert.foreign import diffusers, hugging_face, peft_adapter, torch_weights
 from holdfast_service.wings.convert.foreign.dcp import kinds as dcp
 from holdfast_service.wings.convert.foreign.deepspeed import kinds as deepspeed
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
@@ -14,6 +14,7 @@ KINDS: tuple[ForeignKind, ...] = (
     peft_adapter.KIND,
     trainer.KIND,
     accelerate.KIND,
+    diffusers.KIND,
     deepspeed.KIND,
     torch_weights.DIRECTORY_KIND,
     torch_weights.FILE_KIND,

@@ -1,0 +1,1 @@
+"""Pipelines, with the real diffusers."""
