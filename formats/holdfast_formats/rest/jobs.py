@@ -53,6 +53,7 @@ EXPORT_KINDS = {
     "peft": "a PEFT adapter",
     "diffusers": "a pipeline of diffusers",
     "dcp": "a directory of torch.distributed.checkpoint",
+    "deepspeed-universal": "a universal checkpoint of DeepSpeed",
     "gguf": "a GGUF file of llama.cpp",
     "paddle-uc": "a unified checkpoint of PaddleFormers",
     "paddle-flex": "a FlexCheckpoint of Paddle",

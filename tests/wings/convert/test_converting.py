@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from holdfast_formats import naming
@@ -202,3 +203,18 @@ def test_a_computed_tensor(tmp_path: Path) -> None:
     assert done["tensors"] == len(weights)
     last = weights["model.norm.weight"].astype(np.float32) + np.float32(1)
     assert last.tobytes() in (tmp_path / "made" / "model.gguf").read_bytes()
+
+
+def test_files_in_directories_of_their_own(transfers: Transfers, tmp_path: Path) -> None:
+    """DeepSpeed keeps each parameter in one; they are staged, published and found as others are."""
+    place = tmp_path / "place"
+    transfers.export(PosixTier(place), an_export("llama", STEP, "source", **{"as": "dcp"}), Quiet())
+    transfers.export(PosixTier(place), an_export("llama", STEP, "direct", **{"as": "deepspeed-universal"}), Quiet())
+    transfers.bring(PosixTier(place / "source"), an_import("again", STEP), Quiet())
+    transfers.export(PosixTier(place), an_export("again", STEP, "both", **{"as": "deepspeed-universal"}), Quiet())
+    direct, both = files_of(place / "direct"), files_of(place / "both")
+    settings = f"global_step{STEP}_universal/zero/optimizer_state.pt"  # to which DCP's export adds `foreach` and others
+    assert direct.keys() == both.keys() and all(both[name] == data for name, data in direct.items() if name != settings)
+    name = f"global_step{STEP}_universal/zero/model.norm.weight/fp32.pt"
+    held = torch.load(place / "direct" / name, weights_only=True)["param"].numpy()
+    assert held.tobytes() == trained(WEIGHTS)["master"]["model.norm.weight"].tobytes()

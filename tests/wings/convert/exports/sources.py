@@ -97,6 +97,6 @@ def write(source: ExportSource, plan: ExportPlan, directory: Path) -> Path:
         for literal in (*file.literals, *(file.sealed(crcs) if file.sealed is not None else ())):
             data[literal.start : literal.start + len(literal.data)] = literal.data
         path = directory / file.name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     return directory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
 import zlib
 from pathlib import Path
@@ -54,3 +55,11 @@ def test_values() -> None:
     assert torch.load(io.BytesIO(made), weights_only=False) == {"a": (1, 2.5, None), "b": [True, b"x", {3}]}
     with pytest.raises(InvalidRequest, match="'y' is F4, for which torch has no dtype"):
         torch_zips.of_tensor(TensorSpec("model", "y", "F4", (2,)))
+
+
+def test_a_value_around_a_tensor() -> None:
+    """What has the tensor in it is loaded by torch as well."""
+    around = torch_zips.of_tensor(TensorSpec("g", "x", "F32", (2,)), lambda tensor: {"a": [tensor], "n": 1})
+    data = struct.pack("<2f", 1.5, -2.0)
+    found = torch.load(io.BytesIO(around.head + data + around.tail(zlib.crc32(data))), weights_only=True)
+    assert found["n"] == 1 and found["a"][0].tolist() == [1.5, -2.0]

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_service.wings.convert.exports import dcp, diffusers, gguf, hugging_face, paddle_flex, paddle_unified, peft
+from holdfast_service.wings.convert.exports import (
+    dcp,
+    deepspeed_universal,
+    diffusers,
+    gguf,
+    hugging_face,
+    paddle_flex,
+    paddle_unified,
+    peft,
+)
 from holdfast_service.wings.convert.exports.plan import ExportKind
 
 KINDS: tuple[ExportKind, ...] = (
@@ -11,6 +20,7 @@ KINDS: tuple[ExportKind, ...] = (
     peft.KIND,
     diffusers.KIND,
     dcp.KIND,
+    deepspeed_universal.KIND,
     gguf.KIND,
     paddle_unified.KIND,
     paddle_flex.KIND,

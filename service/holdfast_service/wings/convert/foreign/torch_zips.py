@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -95,9 +96,14 @@ class ZipAround(NamedTuple):
         return described + directory + long + b"PK\x05\x06" + end
 
 
-def of_tensor(spec: TensorSpec) -> ZipAround:
-    """The zip of a row-major tensor, as `torch.save` writes it. `InvalidRequest` for a dtype that torch lacks."""
-    return _around({"data.pkl": pickle_writer.dumps(_tensor(spec)), **_RECORDS}, "data/0", spec.nbytes)
+def of_tensor(spec: TensorSpec, within: Callable[[GlobalCall], Any] | None = None) -> ZipAround:
+    """The zip of a row-major tensor, as `torch.save` writes it; with `within`, of a value that has the tensor in it.
+
+    `InvalidRequest` for a dtype that torch lacks.
+    """
+    tensor = _tensor(spec)
+    value = tensor if within is None else within(tensor)
+    return _around({"data.pkl": pickle_writer.dumps(value), **_RECORDS}, "data/0", spec.nbytes)
 
 
 def of_value(value: Any) -> bytes:
