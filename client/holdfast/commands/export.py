@@ -14,7 +14,7 @@ from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast.terminal.program_files import program_text
 from holdfast_formats.errors import InvalidRequest, StorageFailed
 
-from .import_ import AsIs, DryRun, Flat, Int16, Kind, Shards, print_files
+from .import_ import AsIs, DryRun, Flat, Int16, Kind, LeaveOut, Shards, WeightsOnly, print_files, print_left_out
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,6 +119,8 @@ def convert(  # noqa: PLR0913 - typer makes an option of each
     assemble_flat: Flat = False,
     int16: Int16 = None,
     shards: Shards = None,
+    leave_out: LeaveOut = None,
+    weights_only: WeightsOnly = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -146,6 +148,8 @@ def convert(  # noqa: PLR0913 - typer makes an option of each
             assemble_flat=assemble_flat,
             int16=int16,
             shards=shards,
+            leave_out=tuple(leave_out or ()),
+            weights_only=weights_only,
             dry_run=dry_run,
         )
         with console.told("converting", shown=not as_json) as on_bytes:
@@ -210,6 +214,7 @@ def _print_done(word: str, target: Path | str, done: dict[str, Any], out: Consol
     out.print(Text.assemble((f"{word}  ", "green"), f"{target}: {size} in {done['files']} files, {what}"))
     for note in done.get("notes", ()):
         out.print(Text.assemble(("note  ", "bold"), note))
+    print_left_out(done.get("source", {}))
     left = done.get("left_out", ())
     for one in left[:LEFT_OUT_SHOWN]:
         out.print(Text.assemble(("left out  ", "yellow"), f"{one['what']}: {one['reason']}"))

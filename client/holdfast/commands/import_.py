@@ -44,6 +44,17 @@ Shards = Annotated[
     int | None,
     typer.Option("--shards", metavar="N", min=1, help="Number of ranks that wrote shards, if SRC does not record it."),
 ]
+LeaveOut = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--leave-out",
+        metavar="PATTERN",
+        help="Leave out keys, tensors, values or files of SRC by name: optimizer, 'extra/*'. May be given several times.",
+    ),
+]
+WeightsOnly = Annotated[
+    bool, typer.Option("--weights-only", help="Only the weights of the model or adapter; list what else SRC has.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be imported; write nothing.")]
 
 RECIPE_BYTES_MAX = 2**15
@@ -69,6 +80,8 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
     assemble_flat: Flat = False,
     int16: Int16 = None,
     shards: Shards = None,
+    leave_out: LeaveOut = None,
+    weights_only: WeightsOnly = False,
     dry_run: DryRun = False,
     root: AnyRoot = None,
     url: Url = None,
@@ -77,9 +90,10 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
     """Import a checkpoint of another program. Every byte is digested, written, and read
     back before the commit.
 
-    What SRC is follows from its files. What is not understood is refused by name: nothing is left out without a
-    reason, which the report gives. A Holdfast checkpoint is verified on the way and keeps all its groups. A daemon
-    of yours on this machine reads any directory of yours, with --root too; a service elsewhere does it as a job.
+    What SRC is follows from its files. What is not understood is refused by name, unless you leave it out: nothing is
+    left out without a reason, which the report gives. A Holdfast checkpoint is verified on the way and keeps all its
+    groups. A daemon of yours on this machine reads any directory of yours, with --root too; a service elsewhere does it
+    as a job.
     """
     from holdfast.commands.jobs import finished
     from holdfast.commands.labels_and_pins import named
@@ -95,6 +109,8 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
             assemble_flat=assemble_flat,
             int16=int16,
             shards=shards,
+            leave_out=tuple(leave_out or ()),
+            weights_only=weights_only,
             dry_run=dry_run,
         )
         wanted = ImportJob(run=run, step=step, arguments=arguments)
@@ -113,8 +129,10 @@ def _print_imported(done: dict[str, Any], checkpoint: str, dry_run: bool) -> Non
         console.out().print(Text.assemble(("would import  ", "yellow"), f"{what}; nothing was written"))
         return
     console.out().print(Text.assemble(("imported  ", "green"), f"{what}, verified"))
-    for note in done.get("source", {}).get("notes", []):
+    source = done.get("source", {})
+    for note in source.get("notes", []):
         console.out().print(Text.assemble(("note  ", "bold"), note))
+    print_left_out(source)
 
 
 def _print_report(done: dict[str, Any]) -> None:
@@ -139,6 +157,22 @@ def print_files(source: dict[str, Any]) -> None:
         out.print(f"and {more} more files; --json lists them")
     for note in source["notes"]:
         out.print(Text.assemble(("note  ", "bold"), note))
+    print_left_out(source)
+
+
+def print_left_out(source: dict[str, Any]) -> None:
+    """Print what of a source was left out by choice."""
+    from rich.text import Text
+
+    left = source.get("left_out", [])
+    for one in left[:FILES_SHOWN]:
+        count = one["tensors"]
+        size = f"{count} {'tensor' if count == 1 else 'tensors'}, " if count else ""
+        what = f"{one['what']} ({size}{console.human_bytes(one['bytes'])})" if one["bytes"] else one["what"]
+        console.out().print(Text.assemble(("left out  ", "yellow"), f"{what}: {one['reason']}"))
+    more = len(left) - FILES_SHOWN + source.get("more_left_out", 0)
+    if more > 0:
+        console.out().print(f"and {more} more; --json lists them")
 
 
 def merge(  # noqa: PLR0913 - typer makes an option of each

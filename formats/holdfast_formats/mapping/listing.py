@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
-from holdfast_formats.errors import CorruptExtent
+from holdfast_formats.errors import CheckpointError, CorruptExtent
 from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
 
@@ -119,10 +119,35 @@ class FileUse(NamedTuple):
     reason: str = ""
 
 
+class RefusedPart(NamedTuple):
+    """A part of the source that cannot be imported, by the name that a user may leave out: a key, a tensor or a file.
+
+    `group` is the one in which it would be, empty for a file.
+    """
+
+    name: str
+    error: CheckpointError
+    group: str = "extra"
+
+
+class PartLeftOut(NamedTuple):
+    """What is not imported although it could be, or was refused: its name, and the options that asked for it."""
+
+    what: str
+    options: tuple[str, ...]
+    tensors: int = 0
+    bytes: int = 0
+
+    @property
+    def reason(self) -> str:
+        return " and ".join(self.options)
+
+
 class ForeignListing(NamedTuple):
     """All of a foreign checkpoint. `documents` are JSON values by group and key, for state.json; `assets` are copied.
 
-    `notes` are sentences for the report on decoding and assumptions.
+    `notes` are sentences for the report on decoding and assumptions. A listing with parts that are `refused` is an error,
+    unless all of them are left out; `ForeignKind.read` sees to that.
     """
 
     kind: str
@@ -134,6 +159,8 @@ class ForeignListing(NamedTuple):
     step: int | None = None  # of the training, if the checkpoint has it
     made_assets: Mapping[str, bytes] = {}  # files to write that are translated from the source's own, by name
     rank_documents: Mapping[int, Mapping[str, Mapping[str, Any]]] = {}  # values of single ranks, as `documents`
+    refused: tuple[RefusedPart, ...] = ()
+    left_out: tuple[PartLeftOut, ...] = ()
 
     def documents_of(self, documents: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[str, dict[str, Any]]]:
         """These values of all ranks for each one that has its own, with its own."""

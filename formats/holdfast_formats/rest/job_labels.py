@@ -20,6 +20,7 @@ _NAMES = {
     "id": "Job",
     "int16": "16-bit integers are",
     "layouts": "Restore tested in",
+    "leave_out": "Left out by name",
     "left": "Left as they are",
     "nonfinite": "Not finite",
     "repair": "Repairs damage",
@@ -29,6 +30,7 @@ _NAMES = {
     "set_aside": "Old catalog moved to",
     "shards": "Ranks that wrote shards",
     "to": "Written to",
+    "weights_only": "Only the weights",
 }
 
 

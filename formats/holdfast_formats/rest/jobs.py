@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 RunName = Annotated[str, AfterValidator(naming.check_run), Field(description="the run of the checkpoint")]
+LEFT_OUT_MAX = 100  # patterns of an import
 Int16 = Literal["integers", "bfloat16"]  # what a checkpoint's 16-bit integers are
 Step = Annotated[int, Field(ge=0, le=naming.STEP_MAX, description="the step of the checkpoint")]
 
@@ -86,10 +87,18 @@ class ReadOptions(Arguments):
         default=None, ge=1, description="number of ranks that wrote shards, if the source does not record it"
     )
 
+    leave_out: tuple[Text, ...] = Field(
+        default=(),
+        strict=False,  # JSON has lists
+        max_length=LEFT_OUT_MAX,
+        description="patterns of keys, tensors (NAME or GROUP/NAME), values and files to leave out",
+    )
+    weights_only: bool = Field(default=False, description="import only the weights of the model or adapter")
+
     @property
     def chosen(self) -> dict[str, Any]:
         """What changes names, layouts or tensors of the source."""
-        return self.model_dump(include=set(ReadOptions.model_fields), exclude_defaults=True)
+        return self.model_dump(mode="json", include=set(ReadOptions.model_fields), exclude_defaults=True)
 
 
 class ImportArguments(ReadOptions):

@@ -93,6 +93,35 @@ def test_import_without_a_daemon(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["root", "url"])
+def test_an_import_leaves_out_by_name(root: Path, tmp_path: Path, way: str) -> None:
+    """What is refused is left out by the option that the error names, and the command lists it; so does a conversion."""
+    source = tmp_path / "place" / "hf"
+    source.mkdir(parents=True)
+    save_file({"w": np.ones((3, 4), np.float32), "v": np.ones(3, np.float32)}, source / "model.safetensors")
+    (source / "optimizer.pt").write_bytes(b"12345")
+    (source / "scheduler.pt").write_bytes(b"1")
+    with ExitStack() as held:
+        where: list[object] = [source, "mine@3", "--root", root]
+        if way == "url":
+            where = [source, "mine@3", "--url", held.enter_context(running(root, listen="127.0.0.1:0")).url]
+        refused = call("import", *where)
+        wrong = call("import", *where, "--leave-out", "optimiser.pt", "--weights-only")
+        said = call("import", *where, "--leave-out", "optimizer.pt", "--leave-out", "v", "--weights-only")
+    assert refused.exit_code == 2
+    assert "--leave-out optimizer.pt --leave-out scheduler.pt, or --weights-only" in " ".join(refused.output.split())
+    assert wrong.exit_code == 2 and "--leave-out optimiser.pt matches nothing" in " ".join(wrong.output.split())
+    for line in (
+        "optimizer.pt (5 B): --leave-out optimizer.pt",
+        "scheduler.pt: --weights-only",
+        "model/v (1 tensor, 12 B): --leave-out v",
+    ):
+        assert f"left out  {line}" in said.output
+    assert set(load_file(root / naming.checkpoint_path("mine", 3) / "model.safetensors")) == {"w"}
+    converted = call("convert", source, tmp_path / "out", "--as", "hf", "--weights-only")
+    assert converted.exit_code == 0 and "left out  optimizer.pt: --weights-only" in converted.output
+
+
+@pytest.mark.parametrize("way", ["root", "url"])
 def test_a_dry_run_says_what_would_become_of_what(root: Path, tmp_path: Path, way: str) -> None:
     """Tensors by group, every file of the source with a reason where it is not used; nothing is written, with either."""
     source = tmp_path / "place" / "hf"

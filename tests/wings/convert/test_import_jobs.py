@@ -146,6 +146,28 @@ def test_a_dry_run_is_the_report(world: CopiesWorld, importer: Importer, own: Po
     assert dry["source"]["files"] == without
 
 
+def test_what_is_left_out_is_on_record(world: CopiesWorld, importer: Importer, own: PosixTier) -> None:
+    """The report, the dry run and state.json list what options left out, and no file of it is there."""
+    asked = {"leave_out": ["lock", "w/step"], "weights_only": True}
+    dry = importer.bring(own, an_import("mine", 40, **asked, dry_run=True), Quiet())
+    done = importer.bring(own, an_import("mine", 40, **asked), Quiet())
+    path = naming.checkpoint_path("mine", 40)
+    source = state_json.source_of(world.tier.read(f"{path}/{naming.STATE}"))
+    assert source is not None and source["left_out"] == done["source"]["left_out"] == dry["source"]["left_out"]
+    assert [(part["what"], part["reason"], part["tensors"], part["bytes"]) for part in source["left_out"]] == [
+        ("optim", "--weights-only", 1, 48),
+        ("optim/w/step", "--leave-out w/step", 1, 4),
+        ("optim/optimizer", "--weights-only", 0, 0),
+        ("extra/scheduler", "--weights-only", 0, 0),
+        ("lock", "--leave-out lock", 0, 0),
+    ]
+    assert (source["leave_out"], source["weights_only"]) == (["lock", "w/step"], True)
+    assert verify(world.tier, path).groups == ("model",)
+    files = {one["file"]: (one["use"], one.get("reason")) for one in source["files"]}
+    assert files["moments"] == ("unused", "all tensors of it are left out")
+    assert files["lock"] == ("unused", "left out by choice")
+
+
 def test_names_that_are_no_unicode(world: CopiesWorld, importer: Importer, tmp_path: Path) -> None:
     """A file's name may be any bytes; the report, which is JSON, has them written out."""
     source = a_model(tmp_path / "hf", sharded=False)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from holdfast_formats.body import first_mistake
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
-from holdfast_formats.rest.jobs import Arguments
+from holdfast_formats.rest.jobs import Arguments, Text
 from holdfast_service.wings.console.rendering import as_page
 from holdfast_service.wings.console.viewer_api import SignInNeeded
 
@@ -79,6 +79,8 @@ class Form:
                 said[key] = self.text(key) == "yes"
             elif field.annotation == int | None:
                 said[key] = self.number(key)
+            elif field.annotation == tuple[Text, ...]:
+                said[key] = [line.strip() for line in self.lines(key).splitlines() if line.strip()]
             elif self.text(key):
                 said[key] = self.text(key)
         return said

@@ -41,7 +41,7 @@ def plan_conversion(source: Files, wanted: ConvertArguments) -> Conversion:
     if importing.is_ours(source, wanted.kind, wanted.chosen):
         manifest = open_checkpoint(source, "").manifest
         return Conversion(foreign_export.plan_export(source, "", manifest, wanted), watched, None)
-    foreign_kind: ForeignKind = choose(watched, wanted.kind, KINDS)
+    foreign_kind: ForeignKind = choose(watched, wanted.kind, KINDS, wanted.leave_out)
     listing = foreign_kind.read(watched, wanted)
     if not listing.tensors:
         raise StateMismatch(f"{foreign_kind.title} has no tensors to convert", hint="check the directory's path")

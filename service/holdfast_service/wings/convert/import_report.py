@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from holdfast_formats.disk.packing import natural_key
-from holdfast_formats.mapping.listing import FileUse, ForeignListing
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, PartLeftOut
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.wings.convert.importing import PlannedImport
 
@@ -27,13 +27,23 @@ def listed_files(source: WatchedSource, listing: ForeignListing) -> dict[str, An
 
 def _summary(source: WatchedSource, listing: ForeignListing, notes: Iterable[str], read: bool) -> dict[str, Any]:
     files = [_listed_file(source, use, read) for use in listing.files]
-    step = {} if listing.step is None else {"step": listing.step}
-    return {"kind": listing.kind, "files": files, "notes": list(map(_unicode, notes)), **step}
+    about: dict[str, Any] = {} if listing.step is None else {"step": listing.step}
+    if listing.left_out:
+        about["left_out"] = [_part_left_out(part) for part in listing.left_out]
+    return {"kind": listing.kind, "files": files, "notes": list(map(_unicode, notes)), **about}
+
+
+def _part_left_out(part: PartLeftOut) -> dict[str, Any]:
+    return {"what": _unicode(part.what), "reason": _unicode(part.reason), "tensors": part.tensors, "bytes": part.bytes}
 
 
 def _shortened(source: dict[str, Any]) -> dict[str, Any]:
-    more = len(source["files"]) - FILES_LISTED
-    return {**source, "files": source["files"][:FILES_LISTED], "more_files": more} if more > 0 else source
+    short = dict(source)
+    for key in ("files", "left_out"):
+        more = len(source.get(key, ())) - FILES_LISTED
+        if more > 0:
+            short |= {key: source[key][:FILES_LISTED], f"more_{key}": more}
+    return short
 
 
 def report(planned: PlannedImport, source: dict[str, Any]) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def plan_import(source: Files, goal: Goal, options: ImportArguments) -> PlannedI
     Raises what `choose` and the kind's reader raise, `StateMismatch` for a source without tensors.
     """
     watched = WatchedSource(read_once(source), digested=True)
-    kind = choose(watched, options.kind, KINDS)
+    kind = choose(watched, options.kind, KINDS, options.leave_out)
     listing = kind.read(watched, options)
     wanted = mapping.mapped(watched, listing, options.program)
     if not wanted.tensors:

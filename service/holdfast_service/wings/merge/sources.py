@@ -15,7 +15,7 @@ from holdfast_files.opened import join, open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX
-from holdfast_formats.errors import CheckpointError, NoSuchResource, StateMismatch
+from holdfast_formats.errors import CheckpointError, NoSuchResource, Refused, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_formats.mapping.listing import FetchBox, FileUse, ForeignListing, ForeignPiece, ForeignTensor
@@ -162,7 +162,11 @@ def _foreign(place: ModelPlace, number: int, watched: WatchedSource) -> MergeSou
     except StateMismatch as error:
         error.hint = "import it first with `holdfast import`, then merge the checkpoint"
         raise
-    listing = kind.read(files, ReadOptions())
+    try:
+        listing = kind.read(files, ReadOptions())
+    except Refused as error:
+        error.hint = "import it first with `holdfast import`, which can leave parts out, then merge the checkpoint"
+        raise
     report = {"model": place.name, "kind": kind.name, "files": f"{number}/"}
     return MergeSource(place.name, number, _numbered(listing, number), report)
 

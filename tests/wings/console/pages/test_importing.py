@@ -53,6 +53,21 @@ def test_a_dry_run_and_then_the_import(service: Served, browser: httpx.Client) -
     assert browser.get("/v1/runs/mine/checkpoints/0").json()["verified"]
 
 
+def test_what_is_left_out(service: Served, browser: httpx.Client) -> None:
+    """Patterns, one a line, and only the weights: the report lists them, and the import from it leaves out the same."""
+    source = service.root.parent / "place" / "model"
+    (source / "optimizer.pt").write_bytes(b"<b>")
+    (source / "rng_state.pth").write_bytes(b"1")
+    fields = {"from": "model", "run": "mine", "step": "0", "leave_out": "optimizer.pt\r\n\r\nrng_*", "weights_only": "yes"}
+    page = job_page(browser, browser.post("/import", data={**fields, "dry_run": "yes"}))
+    assert "--leave-out 'rng_*'" in page.text
+    inputs = [element.attributes for element in page.all("input") if element.attributes.get("type") == "hidden"]
+    sent = {one["name"]: one["value"] for one in inputs}
+    assert sent["leave_out"] == "optimizer.pt\nrng_*" and sent["weights_only"] == "yes"
+    done = job_page(browser, browser.post("/import", data=sent))
+    assert "optimizer.pt" in done.text and browser.get("/v1/runs/mine/checkpoints/0").json()["verified"]
+
+
 def test_what_is_missing_or_cannot_be_is_said(browser: httpx.Client) -> None:
     """A field that is empty, a directory that is not there, a kind that does not exist: no job, and a sentence."""
     fields = {"from": "model", "run": "mine", "step": "1"}

@@ -21,8 +21,8 @@ from holdfast_service.wings.convert.foreign.known_kinds import KINDS
 from tests.wings.convert.foreign.pipelines import UNET, pipeline
 
 
-def read(top: Path) -> ForeignListing:
-    return diffusers.read(hub_snapshot.opened(top), ReadOptions())
+def read(top: Path, *leave_out: str) -> ForeignListing:
+    return diffusers.KIND.read(hub_snapshot.opened(top), ReadOptions(leave_out=leave_out))
 
 
 def test_all_components(tmp_path: Path) -> None:
@@ -120,6 +120,20 @@ def test_refused(tmp_path: Path, spoil: Callable[[Path], None], says: str, error
     with pytest.raises(error, match=says) as refused:
         read(top)
     assert refused.value.hint
+
+
+def test_parts_are_left_out_by_name(tmp_path: Path) -> None:
+    """A file of a component, or beside them, that is refused is left out by its path."""
+    top = pipeline(tmp_path / "pipeline")
+    tensors = read(top).tensors
+    files = {"unet/optimizer.bin", "optimizer.pt"}
+    for file in files:
+        (top / file).write_bytes(b"1")
+    with pytest.raises(StateMismatch) as refused:
+        read(top)
+    assert refused.value.hint == "go on without: --leave-out optimizer.pt --leave-out unet/optimizer.bin, or --weights-only"
+    listing = read(top, *files)
+    assert listing.tensors == tensors and {part.what for part in listing.left_out} == files
 
 
 def test_small_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, RefusedPart
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.wings.convert.foreign import directories, file_signs, hugging_face, hugging_face_names
+from holdfast_service.wings.convert.foreign import directories, file_signs, hugging_face
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 
 INDEX = "model_index.json"
@@ -64,6 +64,7 @@ class _Component(NamedTuple):
     uses: tuple[FileUse, ...]
     small: Mapping[str, bytes]
     notes: tuple[str, ...]
+    refused: tuple[RefusedPart, ...]
 
 
 def recognises(files: Files) -> bool:
@@ -96,24 +97,21 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
         if name not in names or files.size(name) is not None:
             raise file_signs.absent(files, name, f", and {INDEX} names it")
     top = [name for name in names if name not in wanted]
-    copies = hugging_face_names.check_names(top, ())
-    assets = hugging_face.assets_of(files, [name for name in top if name not in {use.file for use in copies}])
-    for name in assets:
+    others = hugging_face.sorted_out(files, top)
+    for name in others.assets:
         if name.partition(".")[0] in wanted:
             raise StateMismatch(f"{name} has the name of a component's file", hint=f"remove {name}", file=name)
-    uses = [*copies, *(FileUse(name, "asset") for name in assets)]
-    used = {use.file for use in uses}
-    uses += [FileUse(name, "unused", hugging_face.why_unused(files, name)) for name in top if name not in used]
     read_components = [_component(files, name, options) for name in wanted]
     small = {name: data for one in read_components for name, data in one.small.items()}
     _check_size(sum(map(len, small.values())))
     return ForeignListing(
         KIND.name,
         {tensor.key: tensor for one in read_components for tensor in one.tensors},
-        (*uses, *(use for one in read_components for use in one.uses)),
-        assets=assets,
+        (*others.uses, *(use for one in read_components for use in one.uses)),
+        assets=others.assets,
         made_assets=small,
         notes=tuple(dict.fromkeys(note for one in read_components for note in one.notes)),
+        refused=(*others.refused, *(part for one in read_components for part in one.refused)),
     )
 
 
@@ -140,7 +138,8 @@ def _component(files: Files, name: str, options: ReadOptions) -> _Component:
     tensors = tuple(_in_group(tensor, name) for tensor in listing.tensors.values())
     notes = [f"{name}: {note}" for note in listing.notes]
     notes += [f"{name}: {safe[0]} is read, as there is no file without a variant"] if safe and alone else []
-    return _Component(tensors, tuple(uses), small, tuple(notes))
+    refused = tuple(part._replace(name=f"{name}/{part.name}") for part in listing.refused)
+    return _Component(tensors, tuple(uses), small, tuple(notes), refused)
 
 
 def _small_files(files: Files) -> ForeignListing:

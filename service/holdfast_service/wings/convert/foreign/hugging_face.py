@@ -14,7 +14,7 @@ from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, PartLeftOut, RefusedPart, TensorKey
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
 from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX
 from holdfast_service.wings.convert.foreign import directories, hugging_face_names, quantisation, sixteen_bits
@@ -82,16 +82,36 @@ def listed(
 ) -> ForeignListing:
     """The listing of these tensors, with the use of every file: those `used`, and those with the same tensors `again`.
 
-    Raises `StateMismatch` for other files of a training.
+    Refused are other files of a training.
     """
-    names, known = files.list(""), {use.file for use in (*used, *again)}
-    copies = hugging_face_names.check_names(names, known)
-    assets = assets_of(files, [name for name in names if name not in known])
-    uses = [*used, *copies, *(FileUse(name, "asset") for name in assets), *again]
-    known = {use.file for use in uses}
-    uses += [FileUse(name, "unused", why_unused(files, name)) for name in names if name not in known]
+    known = {use.file for use in (*used, *again)}
+    others = sorted_out(files, [name for name in files.list("") if name not in known])
     tensors = {tensor.key: tensor for tensor in taken.tensors}
-    return ForeignListing(kind, tensors, tuple(uses), assets=assets, notes=taken.notes)
+    listing = ForeignListing(kind, tensors, (*used, *others.uses, *again), assets=others.assets, notes=taken.notes)
+    return listing._replace(refused=(*others.refused, *taken.refused), left_out=taken.left_out)
+
+
+class OtherFiles(NamedTuple):
+    """The files beside the weights: those to copy, and what is refused. Each has a use, or is refused."""
+
+    uses: tuple[FileUse, ...]
+    assets: tuple[str, ...]
+    refused: tuple[RefusedPart, ...]
+
+
+def sorted_out(files: Files, names: Sequence[str]) -> OtherFiles:
+    """What the other files and directories of these names are. Raises `LimitExceeded` for an asset that is too large."""
+    copies, refused = hugging_face_names.sorted_out(names)
+    known = {part.name for part in refused} | {use.file for use in copies}
+    assets = assets_of(files, [name for name in names if name not in known])
+    unused = []
+    for name in names:
+        if name not in known and name not in assets:
+            try:
+                unused.append(FileUse(name, "unused", why_unused(files, name)))
+            except StateMismatch as error:
+                refused += (RefusedPart(name, error, ""),)
+    return OtherFiles((*copies, *(FileUse(name, "asset") for name in assets), *unused), assets, refused)
 
 
 def _check_index(index: str, weight_map: Mapping[str, str], tensors: Iterable[ForeignTensor]) -> None:
@@ -140,10 +160,12 @@ def in_file(files: Files, file: str, group: str = GROUP, why: str = "") -> list[
 
 
 class TakenTensors(NamedTuple):
-    """Tensors, and assumptions about their dtypes."""
+    """Tensors, assumptions about their dtypes, and what else of their files is refused or left out."""
 
     tensors: tuple[ForeignTensor, ...]
     notes: tuple[str, ...] = ()
+    refused: tuple[RefusedPart, ...] = ()
+    left_out: tuple[PartLeftOut, ...] = ()
 
     def noting(self, more: Iterable[str]) -> TakenTensors:
         return self._replace(notes=(*self.notes, *more))

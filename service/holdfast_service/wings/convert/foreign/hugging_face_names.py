@@ -1,4 +1,4 @@
-"""Checks that a directory is a Hugging Face model and nothing else. Unknown content is refused, never skipped.
+"""Checks that a directory is a Hugging Face model and nothing else. Unknown content is refused, and skipped only by choice.
 
 Otherwise an import could commit weights that load wrong, or lose training state: weights transposed for another framework,
 optimizer state and masters.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.mapping.listing import FileUse
+from holdfast_formats.mapping.listing import FileUse, RefusedPart
 from holdfast_service.wings.convert.foreign import file_signs
 
 CONFIG = "config.json"
@@ -46,15 +46,17 @@ def weights(names: Iterable[str]) -> list[str]:
     ]
 
 
-def check_names(names: Iterable[str], used: Iterable[str]) -> tuple[FileUse, ...]:
-    """Files that are copies of the same weights, which need no reading.
+class SortedNames(NamedTuple):
+    """Files that need no reading, since they are copies of the same weights, and files that are refused."""
 
-    Raises `StateMismatch` for a file or directory with more of a training, and for unknown ones.
-    """
-    known, copies = set(used), []
+    copies: tuple[FileUse, ...]
+    refused: tuple[RefusedPart, ...]
+
+
+def sorted_out(names: Iterable[str]) -> SortedNames:
+    """The files beside the weights. Those with more of a training, and unknown ones, are refused."""
+    copies, refused = [], []
     for name in names:
-        if name in known:
-            continue
         if _COPIES.fullmatch(name):
             copies.append(FileUse(name, "unused", "the same weights in another program's format"))
             continue
@@ -62,14 +64,11 @@ def check_names(names: Iterable[str], used: Iterable[str]) -> tuple[FileUse, ...
             copies.append(FileUse(name, "unused", "a trainer's arguments as Python objects; your trainer has its own"))
             continue
         if _TRAINING.fullmatch(name):
-            raise StateMismatch(
-                f"{name} is training state, which an import from Hugging Face would drop",
-                hint=_ALONE,
-                file=name,
-            )
-        if name.endswith(_OPAQUE):
-            raise StateMismatch(f"unknown file {name}", hint=_ALONE, file=name)
-    return tuple(copies)
+            what = f"{name} is training state, which an import from Hugging Face would drop"
+            refused.append(RefusedPart(name, StateMismatch(what, file=name), ""))
+        elif name.endswith(_OPAQUE):
+            refused.append(RefusedPart(name, StateMismatch(f"unknown file {name}", file=name), ""))
+    return SortedNames(tuple(copies), tuple(refused))
 
 
 def check_shards(files: Sequence[str]) -> None:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import ForeignListing
 from holdfast_formats.rest.jobs import ReadOptions
-from holdfast_service.wings.convert.foreign import file_signs
+from holdfast_service.wings.convert.foreign import file_signs, leaving_out
+from holdfast_service.wings.convert.foreign.leaving_out import HidingFiles
 
 
 class ForeignKind(NamedTuple):
     """A kind of checkpoint: its name for `--from`, its description, how it is recognised (by names of files and headers,
-    never by loading), and how it is read. A kind that others extend is the `last` choice, if no other recognises the
-    directory.
+    never by loading), and how all of it is listed. A kind that others extend is the `last` choice, if no other recognises
+    the directory.
     """
 
     name: str
     title: str
     recognises: Callable[[Files], bool]
-    read: Callable[[Files, ReadOptions], ForeignListing]
+    lists: Callable[[Files, ReadOptions], ForeignListing]
     last: bool = False
+
+    def read(self, files: Files, options: ReadOptions) -> ForeignListing:
+        """What a directory holds, without what the options leave out. Raises what `lists` does, the error of a part that
+        is refused and not left out, and `InvalidRequest` for a pattern that matches nothing.
+        """
+        hiding = HidingFiles(files, options.leave_out)
+        return leaving_out.chosen(self.lists(hiding, options), hiding, options)
 
 
 def kind_named(name: str, kinds: tuple[ForeignKind, ...]) -> ForeignKind:
@@ -33,13 +41,14 @@ def kind_named(name: str, kinds: tuple[ForeignKind, ...]) -> ForeignKind:
     raise InvalidRequest(f"unknown kind {name!r}", hint=f"one of {', '.join(kind.name for kind in kinds)}")
 
 
-def choose(files: Files, wanted: str | None, kinds: tuple[ForeignKind, ...]) -> ForeignKind:
-    """The kind of a directory, or the `wanted` one.
+def choose(source: Files, wanted: str | None, kinds: tuple[ForeignKind, ...], leave_out: Sequence[str] = ()) -> ForeignKind:
+    """The kind of a directory without the files that are left out, or the `wanted` one.
 
     Raises `InvalidRequest` for an unknown kind, `StateMismatch` if none fits, or more than one.
     """
     if wanted is not None:
         return kind_named(wanted, kinds)
+    files = HidingFiles(source, leave_out)
     fitting = [kind for kind in kinds if not kind.last and kind.recognises(files)]
     fitting = fitting or [kind for kind in kinds if kind.last and kind.recognises(files)]
     if len(fitting) == 1:

@@ -10,6 +10,7 @@ from holdfast_service.wings.convert.foreign import file_signs, hugging_face, qua
 from holdfast_service.wings.convert.foreign.hugging_face import TakenTensors
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.foreign.pickles import read_torch
+from holdfast_service.wings.convert.foreign.pruned_values import PrunedValue
 from holdfast_service.wings.convert.foreign.trainers import signs
 
 GROUP = "adapter"
@@ -36,7 +37,9 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     if file == SAFE:
         taken = hugging_face.as_bfloat16(hugging_face.in_file(files, file, GROUP), {}, options)
     else:
-        taken = TakenTensors(tuple(torch_values.state_dict(read_torch(files, file), file, GROUP)))
+        pruned = PrunedValue(read_torch(files, file, opaque=True), options, file)
+        read = torch_values.state_dict(pruned.value, file, GROUP)
+        taken = TakenTensors(read.tensors, (), read.refused, pruned.left_out)
     if not taken.tensors:
         raise StateMismatch(f"{file} has no tensors", file=file)
     again = (

@@ -1,8 +1,9 @@
 """Reads pickles and torch files without running anything in them: the only entry point for pickled data.
 
 Containers, numbers and texts become Python's own values. Arrays, tensors and bytes objects become their places in the file:
-their bytes are never read here. Objects of classes that the caller allows become inert records. Any other class or function,
-and any opcode, depth or size over a limit is refused by file and byte. Memory use is below 256 MiB for any file. Results
+their bytes are never read here. Objects of classes that the caller allows become inert records. Any other class or function
+is refused by file and byte, or becomes a `PickledOpaque`, if the caller refuses it by its key. Any opcode, depth or size
+over a limit is refused. Memory use is below 256 MiB for any file. Results
 contain no cycles, and are quick to walk through.
 
 Errors are `StateMismatch` for unsupported content, `LimitExceeded`, and `CorruptManifest` for truncated files.
@@ -25,6 +26,7 @@ from holdfast_service.wings.convert.foreign.pickled.values import (
     PickledArray,
     PickledBytes,
     PickledGlobal,
+    PickledOpaque,
     PickledRecord,
 )
 from holdfast_service.wings.convert.foreign.pickled.zip_members import ZipWindow
@@ -35,6 +37,7 @@ __all__ = [
     "PickledArray",
     "PickledBytes",
     "PickledGlobal",
+    "PickledOpaque",
     "PickledRecord",
     "read_pickle",
     "read_torch",
@@ -51,8 +54,11 @@ def read_pickle(files: Files, path: str, allowed: Collection[str] = ()) -> Any:
     return value
 
 
-def read_torch(files: Files, path: str, allowed: Collection[str] = (), at: tuple[int, int] | None = None) -> Any:
-    """The value of a file of `torch.save`, a zip file or in the older form; `allowed` as of `read_pickle`.
+def read_torch(
+    files: Files, path: str, allowed: Collection[str] = (), at: tuple[int, int] | None = None, opaque: bool = False
+) -> Any:
+    """The value of a file of `torch.save`, a zip file or in the older form; `allowed` as of `read_pickle`. With `opaque`,
+    objects of other classes are a `PickledOpaque`.
 
     `at` is the first byte and the length of a zip file inside the file.
     """
@@ -63,9 +69,9 @@ def read_torch(files: Files, path: str, allowed: Collection[str] = (), at: tuple
     head = files.read(path, start, file_signs.HEAD_BYTES)
     file_signs.check_head(path, head)
     if head.startswith(zip_members.MAGIC):
-        return torch_files.read_zip(ZipWindow(files, path, start, start + length), allowed)
+        return torch_files.read_zip(ZipWindow(files, path, start, start + length), allowed, opaque)
     if head.startswith(torch_files.PICKLE_START) and at is None:
-        return torch_files.read_legacy(files, path, size, allowed)
+        return torch_files.read_legacy(files, path, size, allowed, opaque)
     raise StateMismatch(f"{path} is not a file of torch.save: it begins with {head[:8]!r}", file=path)
 
 

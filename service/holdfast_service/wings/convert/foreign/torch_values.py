@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
-from holdfast_formats.mapping.listing import ForeignTensor
+from holdfast_formats.errors import CheckpointError, InvalidRequest, Refused, StateMismatch
+from holdfast_formats.mapping.listing import ForeignTensor, RefusedPart
 from holdfast_service.wings.convert.foreign import json_values
-from holdfast_service.wings.convert.foreign.pickles import LatinArray, PickledArray, PickledBytes
+from holdfast_service.wings.convert.foreign.pickles import LatinArray, PickledArray, PickledBytes, PickledOpaque
 
 
 def tensor(array: PickledArray, group: str, name: str) -> ForeignTensor:
@@ -17,19 +17,39 @@ def tensor(array: PickledArray, group: str, name: str) -> ForeignTensor:
     return made
 
 
-def state_dict(value: Any, file: str, group: str) -> list[ForeignTensor]:
-    """The tensors of a state dict; `StateMismatch` if it has anything but tensors by name."""
+class StateDict(NamedTuple):
+    """The tensors of a state dict, and the entries that are refused."""
+
+    tensors: tuple[ForeignTensor, ...]
+    refused: tuple[RefusedPart, ...] = ()
+
+    def whole(self) -> tuple[ForeignTensor, ...]:
+        """The tensors; the error of the first entry that is refused."""
+        if self.refused:
+            raise self.refused[0].error
+        return self.tensors
+
+
+def state_dict(value: Any, file: str, group: str) -> StateDict:
+    """The tensors of a state dict by name; its other entries are refused. `StateMismatch` if it is no dict."""
     if not isinstance(value, dict):
-        raise mismatch(file, "", f"holds a {_kind(value)}, not a state dict")
-    tensors = []
+        raise mismatch(file, "", f"holds a {kind_of(value)}, not a state dict")
+    tensors, refused = [], []
     for name, array in value.items():
-        if not isinstance(name, str) or not isinstance(array, PickledArray):
-            raise mismatch(file, str(name), f"has {name!r}, which is a {_kind(array)}, not a named tensor")
-        if array.dtype == "U16" and not array.storage:
-            what = f"has {name!r}, a numpy array of U16: these may be bfloat16 values, which numpy writes as integers"
-            raise mismatch(file, name, what, "save it as a torch tensor, of dtype torch.uint16 or torch.bfloat16")
-        tensors.append(tensor(array, group, name))
-    return tensors
+        try:
+            tensors.append(_entry(name, array, file, group))
+        except Refused as error:
+            refused.append(RefusedPart(str(name), error, group))
+    return StateDict(tuple(tensors), tuple(refused))
+
+
+def _entry(name: Any, array: Any, file: str, group: str) -> ForeignTensor:
+    if not isinstance(name, str) or not isinstance(array, PickledArray):
+        raise mismatch(file, str(name), f"has {name!r}, which is a {kind_of(array)}, not a named tensor")
+    if array.dtype == "U16" and not array.storage:
+        what = f"has {name!r}, a numpy array of U16: these may be bfloat16 values, which numpy writes as integers"
+        raise mismatch(file, name, what, "save it as a torch tensor, of dtype torch.uint16 or torch.bfloat16")
+    return tensor(array, group, name)
 
 
 def plain(value: Any, file: str, key: str) -> Any:
@@ -37,7 +57,7 @@ def plain(value: Any, file: str, key: str) -> Any:
 
     def other(trail: json_values.Trail, inner: Any) -> Any:
         path = json_values.path_of((key, *trail))
-        raise mismatch(file, path, f"has {path!r}, which is a {_kind(inner)}: only tensors and plain values are kept")
+        raise mismatch(file, path, f"has {path!r}, which is a {kind_of(inner)}: only tensors and plain values are kept")
 
     try:
         return json_values.encode(value, other)
@@ -58,7 +78,10 @@ def mismatch(file: str, key: str, what: str, hint: str = "") -> CheckpointError:
     return StateMismatch(f"{file} {what}", hint=hint, file=file, **({"tensor": key} if key else {}))
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What a value is, in a sentence after `a`."""
+    if isinstance(value, PickledOpaque) and value.problem:
+        return f"{value.name} object, for the pickle {value.problem}"
     if isinstance(value, PickledArray):
         return "tensor" if value.storage else "numpy array"
     if isinstance(value, LatinArray):

@@ -7,22 +7,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast_formats import naming
-from holdfast_formats.errors import StateMismatch
+from holdfast_formats.errors import Refused, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping import optimizer_state
-from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, RefusedPart, TensorKey
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
 from holdfast_service.wings.convert.foreign import (
     hugging_face,
     hugging_face_names,
+    leaving_out,
     quantisation,
     torch_optimizer,
     torch_values,
 )
-from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing, Unread, ValuePlace
+from holdfast_service.wings.convert.foreign.dcp.gathering import PLAIN, GatheredListing, Unread, ValuePlace
 from holdfast_service.wings.convert.foreign.hugging_face import TakenTensors
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.foreign.pickles import read_torch
+from holdfast_service.wings.convert.foreign.pruned_values import PrunedValue
 
 GROUP = "model"
 EXTRA_GROUP = "extra"
@@ -46,7 +48,7 @@ def recognises_file(files: Files) -> bool:
 
 
 def read_directory(files: Files, options: ReadOptions) -> ForeignListing:
-    """Every tensor of the model; an index must agree.
+    """Every tensor of the model; an index must agree about those that are not refused.
 
     Raises `StateMismatch` for anything beyond such a model, and `CorruptManifest` for truncated files.
     """
@@ -56,77 +58,96 @@ def read_directory(files: Files, options: ReadOptions) -> ForeignListing:
     if index is None:
         _check_numbers(weights)
     tensors: dict[TensorKey, ForeignTensor] = {}
+    others = TakenTensors(())
     for file in weights:
-        for tensor in torch_values.state_dict(read_torch(files, file), file, GROUP):
+        pruned = PrunedValue(read_torch(files, file, opaque=True), options, file)
+        read = torch_values.state_dict(pruned.value, file, GROUP)
+        others = TakenTensors((), (), (*others.refused, *read.refused), (*others.left_out, *pruned.left_out))
+        for tensor in read.tensors:
             if tensor.key in tensors:
                 first = tensors[tensor.key].pieces[0].file
                 raise torch_values.mismatch(file, tensor.spec.name, f"has {tensor.spec.name!r}, which {first} has too")
             tensors[tensor.key] = tensor
     stored = {key.name: tensor.pieces[0].file for key, tensor in tensors.items()}
-    if index is not None and index != stored:
-        wrong = min(name for name in index.keys() | stored if index.get(name) != stored.get(name))
+    apart = {part.name for part in others.refused} | {part.what for part in others.left_out}
+    differ = [name for name in (index or {}).keys() | stored if (index or stored).get(name) != stored.get(name)]
+    if set(differ) - apart:
+        wrong = min(set(differ) - apart)
         raise torch_values.mismatch(INDEX, wrong, f"and the files disagree about tensor {wrong!r}", "download it again")
     used = [*weights, INDEX] if index is not None else weights
-    return _listing(DIRECTORY_KIND.name, files, list(tensors.values()), used, options)
+    taken = others._replace(tensors=tuple(tensors.values()))
+    return _listing(DIRECTORY_KIND.name, files, taken, used, options)
 
 
 def read_file(files: Files, options: ReadOptions) -> ForeignListing:
     """The tensors of a state dict, which may be nested under one of the usual names, beside a torch optimizer's, other
-    tensors and plain values, which become documents. Raises `StateMismatch` for anything else.
+    tensors and plain values, which become documents. Refused is anything else. Raises `StateMismatch` without a state dict.
     """
     candidates = _bare(files.list(""))
     if len(candidates) != 1:
         raise StateMismatch(
             f"the directory holds several torch files: {', '.join(candidates[:4])}",
-            hint="copy the file with the model's state dict to its own directory, with config.json and the tokenizer",
+            hint="copy the file with the model's state dict to its own directory, with config.json and the tokenizer; or "
+            + leaving_out.way_on(candidates[1:]),
             file=candidates[-1] if candidates else "",
         )
     (file,) = candidates
-    value = read_torch(files, file)
+    pruned = PrunedValue(read_torch(files, file, PLAIN, opaque=True), options, file)
+    value, beside = pruned.value, dict[Any, Any]()
     nested = [key for key in NESTED if isinstance(value, dict) and isinstance(value.get(key), dict)]
-    if len(nested) > 1:
-        raise torch_values.mismatch(file, nested[1], f"has two state dicts, {nested[0]!r} and {nested[1]!r}")
-    beside: dict[Any, Any] = {}
     if nested:
-        beside = {key: one for key, one in value.items() if key != nested[0]}
+        beside = {key: one for key, one in value.items() if key not in nested}
         value = value[nested[0]]
-    weights = torch_values.state_dict(value, file, GROUP)
-    listing = _listing(FILE_KIND.name, files, weights, [file], options)
-    return _with_values(files, listing, beside, weights, file)
+    read = torch_values.state_dict(value, file, GROUP)
+    second = [
+        RefusedPart(key, torch_values.mismatch(file, key, f"has two state dicts, {nested[0]!r} and {key!r}"), GROUP)
+        for key in nested[1:]
+    ]
+    taken = TakenTensors(read.tensors, (), (*read.refused, *second), pruned.left_out)
+    return _with_values(files, _listing(FILE_KIND.name, files, taken, [file], options), beside, file)
 
 
-def _with_values(
-    files: Files, listing: ForeignListing, beside: Mapping[Any, Any], weights: Sequence[ForeignTensor], file: str
-) -> ForeignListing:
+def _with_values(files: Files, listing: ForeignListing, beside: Mapping[Any, Any], file: str) -> ForeignListing:
     """The listing with an optimizer, tensors and plain values that are beside the model."""
-    optimizers = [(key, held) for key, one in beside.items() for held in _optimizers_in(key, one)]
-    if len(optimizers) > 1:
-        second = optimizers[1][0]
-        raise torch_values.mismatch(file, str(second), f"has more than one optimizer: {second!r} is the second")
+    optimizers = [(str(key), held) for key, one in beside.items() for held in _optimizers_in(key, one)]
+    weights, refused = tuple(listing.tensors.values()), list(listing.refused)
     gathered = GatheredListing(files)
     gathered.tensors.update(listing.tensors)
     gathered.notes.extend(listing.notes)
-    for key, held in optimizers:
-        optimizer = torch_optimizer.read(held, weights, file, str(key))
+    for key, held in optimizers[:1]:
+        try:
+            optimizer = torch_optimizer.read(held, weights, file, key)
+        except Refused as error:
+            refused.append(RefusedPart(key, error, optimizer_state.GROUP))
+            continue
         gathered.tensors.update((tensor.key, tensor) for tensor in optimizer.tensors)
         gathered.document(optimizer_state.GROUP, optimizer_state.KEY, optimizer.document)
         gathered.notes.extend([optimizer.note] if optimizer.note else [])
-    others = {str(key): one for key, one in beside.items() if key not in dict(optimizers)}
+    for key, _ in optimizers[1:]:
+        why = torch_values.mismatch(file, key, f"has more than one optimizer: {key!r} is the second")
+        refused.append(RefusedPart(key, why, optimizer_state.GROUP))
+    others = {str(key): one for key, one in beside.items() if str(key) not in dict(optimizers)}
     for key, one in others.items():
         if key.startswith("optim") and isinstance(one, dict):
-            raise torch_optimizer.refused(file, key, "is not a state dict that torch writes")
+            why = torch_optimizer.refused(file, key, "is not a state dict that torch writes")
+            refused.append(RefusedPart(key, why, optimizer_state.GROUP))
+            continue
         value = gathered.json(one, ValuePlace(file, EXTRA_GROUP, key.replace("/", "|")))
         if isinstance(value, Unread):
-            raise torch_values.mismatch(file, key, f"has {key!r}, which cannot be kept: {value.reason}")
+            why = torch_values.mismatch(file, key, f"has {key!r}, which cannot be kept: {value.reason}")
+            refused.append(RefusedPart(key, why))
+            continue
         gathered.document(EXTRA_GROUP, key, value)
-    if others:
-        gathered.notes.append(f"{', '.join(sorted(others))} of {file} are stored as documents in group {EXTRA_GROUP}")
+    kept = sorted(others.keys() & gathered.documents.get(EXTRA_GROUP, {}).keys())
+    if kept:
+        gathered.notes.append(f"{', '.join(kept)} of {file} are stored as documents in group {EXTRA_GROUP}")
     step = beside.get("global_step")
     return listing._replace(
         tensors=gathered.tensors,
         documents=gathered.documents,
         notes=tuple(gathered.notes),
         step=step if type(step) is int and step >= 0 else None,
+        refused=tuple(refused),
     )
 
 
@@ -136,16 +157,14 @@ def _optimizers_in(key: Any, value: Any) -> list[Any]:
     return [one for one in held if torch_optimizer.is_state_dict(one)]
 
 
-def _listing(
-    kind: str, files: Files, tensors: Sequence[ForeignTensor], used: Sequence[str], options: ReadOptions
-) -> ForeignListing:
+def _listing(kind: str, files: Files, taken: TakenTensors, used: Sequence[str], options: ReadOptions) -> ForeignListing:
     """The listing, with the use of every file of the directory."""
     uses = [FileUse(file, "tensors") for file in used if file != INDEX]
     if INDEX in used:
         uses.append(FileUse(INDEX, "unused", "it lists the same tensors as the files; the import writes its own index"))
     config = hugging_face_names.read_config(files)
-    taken = TakenTensors(tuple(tensors), quantisation.notes(tensors, config, files.list(""), options))
-    return hugging_face.listed(kind, files, taken, uses)
+    noted = taken.noting(quantisation.notes(taken.tensors, config, files.list(""), options))
+    return hugging_face.listed(kind, files, noted, uses)
 
 
 def _bare(names: Iterable[str]) -> list[str]:

@@ -39,7 +39,10 @@ def saved(tmp_path: Path) -> Path:
 
 
 def _read(path: Path) -> metadata.SavedState:
-    return metadata.read(DirectoryFiles(path))
+    found = metadata.read(DirectoryFiles(path))
+    for part in found.refused:
+        raise part.error
+    return found
 
 
 def test_what_is_there(saved: Path) -> None:

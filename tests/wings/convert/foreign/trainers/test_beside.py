@@ -21,8 +21,9 @@ def test_a_value_with_tensors_is_a_document(tmp_path: Path) -> None:
     assert gathered.documents == {"extra": {"registered": {"seen": 3, "sums": {"$tensor": "ranks/00000/registered/sums"}}}}
     assert set(gathered.tensors) == {TensorKey("extra", "ranks/00000/registered/sums")}
     torch.save({"kind": torch.strided}, tmp_path / "b.pkl")
-    with pytest.raises(StateMismatch, match=r"b\.pkl"):
-        beside.keep(gathered, "b.pkl", "other")
+    beside.keep(gathered, "b.pkl", "other")
+    assert "other" not in gathered.documents["extra"]
+    assert [(part.name, part.group, str(part.error)[:5]) for part in gathered.refused] == [("b.pkl", "", "b.pkl")]
 
 
 def test_files_are_numbered_without_gaps() -> None:

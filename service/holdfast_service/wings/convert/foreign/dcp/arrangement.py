@@ -18,9 +18,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from holdfast_formats.errors import StateMismatch
+from holdfast_formats.errors import Refused, StateMismatch
 from holdfast_formats.mapping import optimizer_state
-from holdfast_formats.mapping.listing import TensorKey
+from holdfast_formats.mapping.listing import RefusedPart, TensorKey
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import json_values
 from holdfast_service.wings.convert.foreign.dcp import optimizers
@@ -246,7 +246,10 @@ class StateDictArrangement:
     def _tensor(self, group: str, name: str, fqn: str) -> None:
         saved = self._saved.tensors[fqn]
         spec = TensorSpec(group, name, saved.dtype, self._payloads.shape(saved))
-        self._gathered.add(spec, self._payloads.pieces(saved))
+        try:
+            self._gathered.add(spec, self._payloads.pieces(saved))
+        except Refused as error:
+            self._gathered.refused.append(RefusedPart(fqn, error, group))
 
     def _put_value(self, group: str, key: str, fqn: str) -> None:
         value = self._value(fqn, group, key)

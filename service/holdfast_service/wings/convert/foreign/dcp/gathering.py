@@ -7,13 +7,19 @@ from typing import Any, NamedTuple
 
 from holdfast_formats.errors import InvalidRequest, Refused, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.mapping.listing import Decoder, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.mapping.listing import Decoder, ForeignPiece, ForeignTensor, PartLeftOut, RefusedPart, TensorKey
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import json_values, pickles
 from holdfast_service.wings.convert.foreign.dcp.metadata import StoredAt
 from holdfast_service.wings.convert.foreign.json_values import Trail
 from holdfast_service.wings.convert.foreign.pickled.calls import LatinBytes
-from holdfast_service.wings.convert.foreign.pickles import PickledArray, PickledBytes, PickledGlobal, PickledRecord
+from holdfast_service.wings.convert.foreign.pickles import (
+    PickledArray,
+    PickledBytes,
+    PickledGlobal,
+    PickledOpaque,
+    PickledRecord,
+)
 
 BYTES_MAX = 2**20  # of a bytes object in a document; the reader cannot distinguish longer ones from texts
 KEPT_BYTES_MAX = 4096  # values of so many bytes are read once: hyper-parameters are the same for many parameters
@@ -37,13 +43,15 @@ class ValuePlace(NamedTuple):
 
 
 class GatheredListing:
-    """Tensors, documents and notes of a directory, collected during reading."""
+    """Tensors, documents, notes and refusals of a directory, collected during reading."""
 
     def __init__(self, files: Files, allowed: Collection[str] = PLAIN) -> None:
         self.files = files
         self.tensors: dict[TensorKey, ForeignTensor] = {}
         self.documents: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
+        self.refused: list[RefusedPart] = []
+        self.left_out: list[PartLeftOut] = []
         self._allowed = allowed
         self._known: dict[bytes, Any] = {}
         self._placed = 0
@@ -156,5 +164,5 @@ def _name(prefix: str, trail: Trail) -> str:
 
 
 def _refuse(trail: Trail, value: Any) -> Any:
-    what = value.name if isinstance(value, PickledRecord | PickledGlobal) else type(value).__name__
+    what = value.name if isinstance(value, PickledRecord | PickledGlobal | PickledOpaque) else type(value).__name__
     raise InvalidRequest(f"{json_values.path_of(trail) or 'it'} is a {what}, which is not a plain value")

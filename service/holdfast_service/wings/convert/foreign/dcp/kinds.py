@@ -14,9 +14,10 @@ from holdfast_service.wings.convert.foreign.dcp import directories, metadata, sh
 from holdfast_service.wings.convert.foreign.dcp.arrangement import EXTRA, StateDictArrangement
 from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing, Unread
 from holdfast_service.wings.convert.foreign.dcp.megatron import ALLOWED, MegatronArrangement
-from holdfast_service.wings.convert.foreign.dcp.metadata import METADATA, StoredAt
+from holdfast_service.wings.convert.foreign.dcp.metadata import METADATA, SavedState, StoredAt
 from holdfast_service.wings.convert.foreign.dcp.payloads import Payloads
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
+from holdfast_service.wings.convert.foreign.leaving_out import LeftOutParts
 
 LIGHTNING = "meta.pt"
 CONFIG, COMMON = "metadata.json", "common.pt"
@@ -55,8 +56,9 @@ def read_dcp(files: Files, options: ReadOptions) -> ForeignListing:
             )
         if any(directories.SHARD.fullmatch(name) for name in names):
             return sharded_safetensors.read(files, options.shards)
-    saved = metadata.read(files)
+    whole = metadata.read(files)
     gathered = GatheredListing(files)
+    saved = _pruned(whole, options, gathered)
     arrangement = StateDictArrangement(saved, Payloads(files, saved), gathered)
     known: dict[str, FileUse] = {}
     if options.as_is:
@@ -67,10 +69,7 @@ def read_dcp(files: Files, options: ReadOptions) -> ForeignListing:
     if LIGHTNING in names:
         known[LIGHTNING] = _of_lightning(files, gathered)
         step = _number(gathered, "lightning", "global_step", step)
-    listed = directories.uses(files, saved, "", known)
-    return ForeignListing(
-        "dcp", gathered.tensors, listed, gathered.documents, directories.assets(listed), tuple(gathered.notes), step
-    )
+    return _listing("dcp", gathered, directories.uses(files, whole, "", known), step)
 
 
 def read_megatron(files: Files, options: ReadOptions) -> ForeignListing:
@@ -94,8 +93,9 @@ def _megatron(files: Files, options: ReadOptions, kind: str, directory: str) -> 
         raise StateMismatch(
             f"its format is {backend!r}; only {_BACKEND} can be imported", hint="save with --ckpt-format torch_dist"
         )
-    saved = metadata.read(files, directory)
+    whole = metadata.read(files, directory)
     gathered = GatheredListing(files, ALLOWED)
+    saved = _pruned(whole, options, gathered)
     known = {join(directory, CONFIG): FileUse(join(directory, CONFIG), "state")}
     common = join(directory, COMMON)
     size, value = files.size(common), None
@@ -106,9 +106,30 @@ def _megatron(files: Files, options: ReadOptions, kind: str, directory: str) -> 
     step = arrangement.as_is() if options.as_is else arrangement.arrange()
     if kind == "nemo":
         known |= {path: _of_context(path) for path in directories.walk(files) if path.startswith(f"{CONTEXT}/")}
-    listed = directories.uses(files, saved, directory, known)
+    return _listing(kind, gathered, directories.uses(files, whole, directory, known), step)
+
+
+def _pruned(saved: SavedState, options: ReadOptions, gathered: GatheredListing) -> SavedState:
+    """The state without the keys that are left out; those that are refused otherwise are gathered."""
+    left = LeftOutParts(options)
+    tensors = {fqn: one for fqn, one in saved.tensors.items() if not left.takes_key(fqn, (one.nbytes,))}
+    values = {fqn: at for fqn, at in saved.values.items() if not left.takes_key(fqn)}
+    gathered.refused.extend(part for part in saved.refused if not left.takes_key(part.name))
+    gathered.left_out.extend(left.parts)
+    return saved._replace(tensors=tensors, values=values)
+
+
+def _listing(kind: str, gathered: GatheredListing, uses: tuple[FileUse, ...], step: int | None) -> ForeignListing:
     return ForeignListing(
-        kind, gathered.tensors, listed, gathered.documents, directories.assets(listed), tuple(gathered.notes), step
+        kind,
+        gathered.tensors,
+        uses,
+        gathered.documents,
+        directories.assets(uses),
+        tuple(gathered.notes),
+        step,
+        refused=tuple(gathered.refused),
+        left_out=tuple(gathered.left_out),
     )
 
 

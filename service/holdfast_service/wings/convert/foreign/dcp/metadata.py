@@ -7,8 +7,10 @@ from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
 from holdfast_files.opened import join
-from holdfast_formats.errors import NotCommitted, StateMismatch
+from holdfast_formats import dtypes
+from holdfast_formats.errors import NotCommitted, Refused, StateMismatch
 from holdfast_formats.files import Files
+from holdfast_formats.mapping.listing import RefusedPart
 from holdfast_formats.region import Box, Shape, check_box, first_overlap
 from holdfast_service.wings.convert.foreign import pickles
 from holdfast_service.wings.convert.foreign.pickles import PickledGlobal, PickledRecord
@@ -20,6 +22,7 @@ _DCP = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _ROOTS = (f"{_DCP}.metadata.Metadata", f"{_MEGATRON}.MCoreMetadata")
 _TENSOR, _VALUE = f"{_DCP}.metadata.TensorStorageMetadata", f"{_DCP}.metadata.BytesStorageMetadata"
+_OPTIMIZER = ("optim", "state.", "param_groups.")  # how keys of optimizers begin
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 ALLOWED = frozenset(
     (
@@ -61,17 +64,23 @@ class SavedTensor(NamedTuple):
     shape: Shape
     chunks: tuple[SavedChunk, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * dtypes.bits(self.dtype) // 8
+
 
 class SavedState(NamedTuple):
     """A saved state dict: tensors and values by key, and the keys' paths if a planner has recorded them.
 
     `flattened` are tensors of Megatron-core whose chunks are flat ranges of a grid's cells, with their true shapes.
+    `refused` are keys that cannot be read.
     """
 
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, StoredAt]
     paths: Mapping[str, Path]
     flattened: Mapping[str, Shape]
+    refused: tuple[RefusedPart, ...] = ()
 
     @property
     def files(self) -> frozenset[str]:
@@ -80,7 +89,10 @@ class SavedState(NamedTuple):
 
 
 def read(files: Files, directory: str = "") -> SavedState:
-    """Read `.metadata`. Raises `NotCommitted` without one, `StateMismatch` by key and file for contradictions."""
+    """Read `.metadata`. Refused are tensors that it contradicts itself about, and those of a type that no checkpoint holds.
+
+    Raises `NotCommitted` without one, `StateMismatch` by file and key for anything else that does not fit.
+    """
     path = join(directory, METADATA)
     if files.size(path) is None:
         raise NotCommitted(
@@ -94,19 +106,27 @@ def read(files: Files, directory: str = "") -> SavedState:
     places = _places(files, directory, root.get("storage_data"), path)
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, StoredAt] = {}
+    refused: dict[str, Refused] = {}
     for fqn, about in _dict(root.get("state_dict_metadata"), "state_dict_metadata", path).items():
         if not isinstance(fqn, str) or not isinstance(about, PickledRecord):
             raise StateMismatch(f"{path}: the entry of key {fqn!r:.80} is malformed", file=path)
         if about.name == _TENSOR:
-            tensors[fqn] = _tensor(fqn, about, places, path)
+            try:
+                tensors[fqn] = _tensor(fqn, about, places, path)
+            except Refused as error:
+                refused[fqn] = error
         elif about.name == _VALUE:
             values[fqn] = _place(places, EntryKey(fqn), path)
         else:
             raise StateMismatch(f"{path} describes {fqn!r} as {about.name}", file=path, tensor=fqn)
     for fqn, offset in places:
-        if fqn not in (values if offset is None else tensors):  # chunks without elements may have any offset
+        if fqn not in refused and fqn not in (
+            values if offset is None else tensors
+        ):  # chunks without elements may have any offset
             raise StateMismatch(f"{path} gives a location for {fqn!r}, but does not describe it", file=path, tensor=fqn)
-    return SavedState(tensors, values, _paths(root.get("planner_data"), path), _flattened(root.get("mcore_data"), path))
+    paths, flattened = _paths(root.get("planner_data"), path), _flattened(root.get("mcore_data"), path)
+    parts = (RefusedPart(fqn, error, "optim" if fqn.startswith(_OPTIMIZER) else "model") for fqn, error in refused.items())
+    return SavedState(tensors, values, paths, flattened, tuple(parts))
 
 
 def check_tiled(fqn: str, shape: Shape, boxes: Iterable[Box], file: str) -> None:

@@ -153,7 +153,7 @@ def _weights(saved: _Saved, masters: Mapping[str, ForeignTensor]) -> tuple[list[
     if missing:
         raise torch_values.mismatch(path, missing[0], f"lacks weight {missing[0]!r}, although its master copy exists")
     tensors, notes = [], list[str]()
-    for tensor in torch_values.state_dict(module, path, GROUP):
+    for tensor in torch_values.state_dict(module, path, GROUP).whole():
         name = tensor.spec.name
         master = masters.get(shared.get(name, name))
         if saved.stage == 3 and name not in buffers:

@@ -16,6 +16,7 @@ from holdfast_service.wings.convert.foreign.pickled.values import (
     PickledArray,
     PickledBytes,
     PickledGlobal,
+    PickledOpaque,
     PickledRecord,
 )
 
@@ -24,7 +25,7 @@ VALUES_MAX = 2**24  # counted as often as a walk meets them
 NODE_BYTES = 120  # what is noted of a container
 _SMALL = 16
 _PLAIN = (str, int, float, bool, complex, type(None))
-_PLACES = (PickledArray, LatinArray, PickledBytes, PickledGlobal, LatinBytes, NumpyDtype)
+_PLACES = (PickledArray, LatinArray, PickledBytes, PickledGlobal, PickledOpaque, LatinBytes, NumpyDtype)
 _LEAVES: frozenset[type] = frozenset((*_PLAIN, *_PLACES))
 
 

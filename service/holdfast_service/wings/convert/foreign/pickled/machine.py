@@ -1,7 +1,8 @@
 """An interpreter of pickles that calls nothing, within limits of memory and of work.
 
 Classes and functions become names. A call in a pickle is looked up in a table of those that make containers, arrays and
-tensors (`known_calls`), or is a class that the caller allows, and becomes a record.
+tensors (`known_calls`), or is a class that the caller allows, and becomes a record. Objects of other classes are refused, or
+become opaque, if the caller names their keys.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from holdfast_service.wings.convert.foreign.pickled.calls import LatinBytes, Num
 from holdfast_service.wings.convert.foreign.pickled.known_calls import KNOWN_CALLS
 from holdfast_service.wings.convert.foreign.pickled.opcodes import OPCODES, STOP
 from holdfast_service.wings.convert.foreign.pickled.stream import PickleStream
-from holdfast_service.wings.convert.foreign.pickled.values import PickledBytes, PickledGlobal, PickledRecord
+from holdfast_service.wings.convert.foreign.pickled.values import PickledBytes, PickledGlobal, PickledOpaque, PickledRecord
 
 OPCODES_MAX = 2**24
 MEMORY_BYTES_MAX = 160 * 2**20  # of all that is read, as Python counts it
@@ -26,17 +27,21 @@ TEXT_BYTES_MAX = 2**20  # longer ones are stepped over
 _KEY_PARTS_MAX = 64
 _TUPLE_KEYS_MAX = 1000  # of a pickle, which could choose them so that all have one hash, and each look-up takes long
 _BETWEEN_CHECKS = 1024
-_PLAIN_KEYS = frozenset((str, int, float, bool, type(None), PickledGlobal, PickledRecord))
+_PLAIN_KEYS = frozenset((str, int, float, bool, type(None), PickledGlobal, PickledOpaque, PickledRecord))
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "torch.tensor": "torch._tensor"}
 FindStorage = Callable[[Any], Any]
 
 
 class PickleMachine:
-    """Reads one pickle from a stream. `storages` resolves persistent ids; None: there are none."""
+    """Reads one pickle from a stream. `storages` resolves persistent ids; None: there are none. With `opaque`, what is not
+    known becomes a `PickledOpaque`.
+    """
 
-    def __init__(self, stream: PickleStream, allowed: Collection[str], storages: FindStorage | None = None) -> None:
+    def __init__(
+        self, stream: PickleStream, allowed: Collection[str], storages: FindStorage | None = None, opaque: bool = False
+    ) -> None:
         self.stream: PickleStream = stream
-        self.allowed, self.storages = allowed, storages
+        self.allowed, self.storages, self._opaque = allowed, storages, opaque
         self.stack: list[Any] = []
         self.texts: dict[int, tuple[str, LatinBytes]] = {}  # places of texts, by id: protocol 2 stores bytes as texts
         self.latin: set[int] = set()  # ids of those that were found to be bytes
@@ -167,7 +172,8 @@ class PickleMachine:
         full = f"{module}.{name}"
         value = self._globals.get(full)
         if value is None:
-            if full not in calls.NAMES and full not in KNOWN_CALLS and full not in self.allowed:
+            known = full in calls.NAMES or full in KNOWN_CALLS or full in self.allowed
+            if not known and not self._opaque:
                 raise Unfit(f"names {full[:200]!r}, which is neither a tensor nor a plain value, and is not executed")
             self.charge(400 + len(full))
             value = self._globals[full] = PickledGlobal(full)
@@ -175,14 +181,27 @@ class PickleMachine:
 
     def call(self, function: Any, args: Any) -> Any:
         """The result of a call."""
+        if type(function) is PickledOpaque:
+            return self._unknown(function.name)
         if not isinstance(function, PickledGlobal) or type(args) is not tuple:
             raise Unfit("calls something that is not a function")
         known = KNOWN_CALLS.get(function.name)
         if known is not None:
-            return known(self, args)
-        if function.name not in self.allowed:
+            try:
+                return known(self, args)
+            except Unfit as error:
+                if not self._opaque:
+                    raise
+                return self._unknown(function.name, str(error))
+        if function.name in self.allowed:
+            return self.record(function.name, args)
+        if not self._opaque:
             raise Unfit(f"calls {function.name}, which is not allowed")
-        return self.record(function.name, args)
+        return self._unknown(function.name)
+
+    def _unknown(self, name: str, problem: str = "") -> PickledOpaque:
+        self.charge(100 + len(problem))
+        return PickledOpaque(name, problem)
 
     def record(self, name: str, args: tuple[Any, ...]) -> PickledRecord:
         self.charge(96)
@@ -192,7 +211,12 @@ class PickleMachine:
         value = self.top()
         if type(value) is UnfilledArray:
             self.charge(400)
-            array = calls.array(self.stream.path, state)
+            try:
+                array: Any = calls.array(self.stream.path, state)
+            except Unfit as error:
+                if not self._opaque:
+                    raise
+                array = self._unknown("numpy.ndarray", str(error))
             for index in value.places:
                 if self._memo[index] is value:
                     self._memo[index] = array
@@ -201,11 +225,15 @@ class PickleMachine:
             calls.numpy_dtype_state(value, state)
         elif type(value) is PickledRecord and value.state is None:
             value.build(state)
+        elif type(value) is PickledOpaque:
+            return
         elif type(value) is not dict or type(state) is not dict or len(state) > 1 or "_metadata" not in state:
             raise Unfit(f"sets attributes of a value of type {type(value).__name__}")
 
     def extend(self, value: Any, items: list[Any]) -> None:
         """Append to a list, or to a record's items."""
+        if type(value) is PickledOpaque:
+            return
         if type(value) is PickledRecord:
             value = value.items_or([])
         if type(value) is not list:
@@ -216,6 +244,8 @@ class PickleMachine:
 
     def set_items(self, value: Any, items: list[Any]) -> None:
         """Put alternating keys and values into a dict, or into a record's items."""
+        if type(value) is PickledOpaque:
+            return
         if type(value) is PickledRecord:
             value = value.items_or({})
         if type(value) is not dict or len(items) % 2:
@@ -231,6 +261,8 @@ class PickleMachine:
         self.charge(getsizeof(value) - before)
 
     def add_items(self, value: Any, items: list[Any]) -> None:
+        if type(value) is PickledOpaque:
+            return
         if type(value) is not set:
             raise Unfit(f"adds to a value of type {type(value).__name__}")
         if len(value) + len(items) > ITEMS_MAX:

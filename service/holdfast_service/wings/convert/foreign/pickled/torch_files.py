@@ -58,8 +58,8 @@ def _values(storage: _StorageId, offset: int, file: str, member: StoredMember | 
     return PickledArray(storage.dtype, (storage.elements,), (1,), storage.key, offset, file, member)
 
 
-def read_zip(zip_file: ZipWindow, allowed: Collection[str]) -> Any:
-    """The value of a zip file; errors by file and byte, and for members that the value does not refer to."""
+def read_zip(zip_file: ZipWindow, allowed: Collection[str], opaque: bool = False) -> Any:
+    """The value of a zip file; `opaque` as of a `PickleMachine`. Errors by file and byte, also for unused members."""
     held = zip_members.members(zip_file)
     roots = {name[: -len("data.pkl")] for name in held if name.endswith("/data.pkl") and name.count("/") == 1}
     if any(name.rpartition("/")[2] == "constants.pkl" for name in held):
@@ -76,7 +76,7 @@ def read_zip(zip_file: ZipWindow, allowed: Collection[str]) -> Any:
     start = zip_members.data_start(zip_file, held[f"{root}data.pkl"])
     zip_members.check(zip_file, held[f"{root}data.pkl"], start)
     stream = PickleStream(zip_file.files, zip_file.path, start, start + held[f"{root}data.pkl"].bytes)
-    value = PickleMachine(stream, allowed, storages.find).run()
+    value = PickleMachine(stream, allowed, storages.find, opaque).run()
     if stream.where != stream.stop:
         raise stream.refused(f"ends at byte {stream.where}, before the end of its member")
     unused = [name for name in held if name.startswith(data) and name[len(data) :] not in storages.found]
@@ -113,7 +113,7 @@ class _ZipStorages:
         return _values(storage, stored.start, self._zip.path, stored if stored.crc else None)
 
 
-def read_legacy(files: Files, path: str, size: int, allowed: Collection[str]) -> Any:
+def read_legacy(files: Files, path: str, size: int, allowed: Collection[str], opaque: bool = False) -> Any:
     """The value of a file in the older form. Its pickle is read twice, because the storages' places follow it."""
     at = 0
     heads = []
@@ -128,11 +128,11 @@ def read_legacy(files: Files, path: str, size: int, allowed: Collection[str]) ->
         raise stream.refused("has big-endian values; only little-endian values can be read")
     storages = _LegacyStorages(path)
     first = PickleStream(files, path, at, size)
-    PickleMachine(first, allowed, storages.note).run()
+    PickleMachine(first, allowed, storages.note, opaque).run()
     keys = PickleStream(files, path, first.where, size)
     order = PickleMachine(keys, ()).run()
     storages.place(files, order, keys)
-    return PickleMachine(PickleStream(files, path, at, size), allowed, storages.find).run()
+    return PickleMachine(PickleStream(files, path, at, size), allowed, storages.find, opaque).run()
 
 
 class _LegacyStorages:

@@ -56,6 +56,20 @@ class PickledGlobal(NamedTuple):
     name: str
 
 
+class PickledOpaque:
+    """An object of a class that is not read, by the name of its class, or of the function that makes it. Its content is
+    skipped. `problem` says why, if it is not for the class. Two are equal only if they are the same object.
+    """
+
+    __slots__ = ("name", "problem")
+
+    def __init__(self, name: str, problem: str = "") -> None:
+        self.name, self.problem = name, problem
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
 class PickledRecord:
     """An object of an allowed class, by name: its arguments and state, without behaviour.
 

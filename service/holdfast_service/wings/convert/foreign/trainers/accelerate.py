@@ -18,10 +18,10 @@ from holdfast_service.wings.convert.foreign import hugging_face, torch_values
 from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing
 from holdfast_service.wings.convert.foreign.hugging_face import TakenTensors
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
+from holdfast_service.wings.convert.foreign.leaving_out import HidingFiles
 from holdfast_service.wings.convert.foreign.pickles import read_torch
 from holdfast_service.wings.convert.foreign.trainers import beside, numbered_optimizers, signs
 from holdfast_service.wings.convert.foreign.trainers.numbered_optimizers import HeldOptimizer
-from holdfast_service.wings.convert.foreign.trainers.other_files import OtherFiles
 from holdfast_service.wings.convert.foreign.trainers.random_states import SavedStreams
 
 KEY = "accelerate"
@@ -53,7 +53,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     tensors = [tensor for number, file in models.items() for tensor in _model(files, file, number)]
     state = [*optimizers.values(), *(file for held in objects.values() for file in held.values()), *random.values()]
     weights = [FileUse(file, "tensors") for file in models.values()]
-    view = OtherFiles(files, [*state, *loaders])
+    view = HidingFiles(files, [*state, *loaders])
     listing = hugging_face.listed(KIND.name, view, TakenTensors(tuple(tensors), ()), weights)
     gathered.tensors.update(listing.tensors)
     steps = None
@@ -84,7 +84,7 @@ def _model(files: Files, file: str, number: int) -> list[ForeignTensor]:
     """A model's tensors, without the prefixes of wrappers that all of them have."""
     group = _key(hugging_face.GROUP, number)
     if file.endswith(".bin"):
-        tensors = torch_values.state_dict(read_torch(files, file), file, group)
+        tensors = list(torch_values.state_dict(read_torch(files, file), file, group).whole())
     else:
         tensors = hugging_face.in_file(files, file, group)
     for prefix in _WRAPPERS:

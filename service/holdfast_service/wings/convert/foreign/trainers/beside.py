@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.mapping.listing import ForeignListing
+from holdfast_formats.mapping.listing import ForeignListing, RefusedPart
 from holdfast_service.wings.convert.foreign import torch_values
-from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing, Unread, ValuePlace
+from holdfast_service.wings.convert.foreign.dcp.gathering import PLAIN, GatheredListing, Unread, ValuePlace
 from holdfast_service.wings.convert.foreign.pickles import read_torch
 from holdfast_service.wings.convert.foreign.trainers import random_states
 from holdfast_service.wings.convert.foreign.trainers.random_states import SavedStreams
@@ -21,11 +21,15 @@ _NUMBER = re.compile(r"_(\d+)\.")
 def keep(gathered: GatheredListing, file: str, key: str) -> None:
     """Store a pickled value as the state of an object with `state_dict`, under a key of group `extra`.
 
-    `StateMismatch` for objects in it.
+    The file is refused if there are objects in it.
     """
-    value = gathered.json(read_torch(gathered.files, file), ValuePlace(file, GROUP, f"ranks/00000/{key}"))
+    value = gathered.json(
+        read_torch(gathered.files, file, PLAIN, opaque=True), ValuePlace(file, GROUP, f"ranks/00000/{key}")
+    )
     if isinstance(value, Unread):
-        raise torch_values.mismatch(file, "", f"cannot be kept without running code: {value.reason}")
+        error = torch_values.mismatch(file, "", f"cannot be kept without running code: {value.reason}")
+        gathered.refused.append(RefusedPart(file, error, ""))
+        return
     gathered.document(GROUP, key, value)
 
 
@@ -55,6 +59,7 @@ def with_random_states(
         documents=gathered.documents,
         notes=(*listing.notes, *gathered.notes),
         rank_documents=values,
+        refused=(*listing.refused, *gathered.refused),
     )
 
 

@@ -15,10 +15,10 @@ from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
 from holdfast_service.wings.convert.foreign import file_signs, hugging_face, peft_adapter, torch_weights
 from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
+from holdfast_service.wings.convert.foreign.leaving_out import HidingFiles
 from holdfast_service.wings.convert.foreign.pickles import read_torch
 from holdfast_service.wings.convert.foreign.trainers import beside, numbered_optimizers, signs
 from holdfast_service.wings.convert.foreign.trainers.numbered_optimizers import HeldOptimizer
-from holdfast_service.wings.convert.foreign.trainers.other_files import OtherFiles
 from holdfast_service.wings.convert.foreign.trainers.random_states import SavedStreams
 
 ADAPTER_GROUP = "adapter_model"  # of an adapter that a Trainer trains
@@ -34,7 +34,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     names = files.list("")
     random = [name for name in names if signs.RANDOM_OF_TRAINER.fullmatch(name)]
     own = [name for name in names if name in (signs.OPTIMIZER, *_OBJECTS) or name in random]
-    listing = _weights(OtherFiles(files, own), options)
+    listing = _weights(HidingFiles(files, own), options)
     gathered = GatheredListing(files)
     gathered.tensors.update(listing.tensors)
     if signs.OPTIMIZER in own:
