@@ -17,7 +17,7 @@ from holdfast_service.offline.__main__ import main
 from tests.job_requests import a_merge
 from tests.wings.merge import zoo
 from tests.wings.merge.make_reference import by_mergekit
-from tests.wings.merge.published import DRAWN, RECIPES, agrees, text_of
+from tests.wings.merge.published import DRAWN, RECIPES, agrees, by_token, text_of
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,33 @@ def test_the_same_model(models: Path, tmp_path: Path, name: str, monkeypatch: py
     for key, tensor in wanted.items():
         assert found[key].dtype == tensor.dtype
         if name not in DRAWN:
-            agrees(name, key, found[key].float().numpy(), tensor.float().numpy())
-    ours, its = (json.loads((place / "config.json").read_text()) for place in (made, tmp_path / "wanted"))
+            ours = by_token(key, found[key].float().numpy(), made)
+            agrees(name, key, ours, by_token(key, tensor.float().numpy(), tmp_path / "wanted"))
+    check_files(made, tmp_path / "wanted")
+    if "base_model" in text_of(name):  # without one, mergekit takes the tokenizer of a model at random
+        check_tokenizer(made, tmp_path / "wanted")
+
+
+def check_files(made: Path, wanted: Path) -> None:
+    """The configuration is mergekit's, and transformers computes with it, the tokenizer and the model."""
+    ours, its = (json.loads((place / "config.json").read_text()) for place in (made, wanted))
     for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
         assert ours[key] == its[key], key
     model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
     assert str(model.dtype).removeprefix("torch.") == ours["torch_dtype"]
-    assert len(tokenizer) <= model.get_input_embeddings().weight.shape[0]
+    assert model.get_input_embeddings().weight.shape[0] == ours["vocab_size"]
+    if "lm_head.weight" in load_file(made / "model.safetensors"):  # it is loaded, not tied
+        assert model.get_output_embeddings().weight.equal(load_file(made / "model.safetensors")["lm_head.weight"])
+    assert set(tokenizer.get_vocab()) == set(AutoTokenizer.from_pretrained(wanted).get_vocab())
     with torch.no_grad():
         assert model(**tokenizer("the in", return_tensors="pt")).logits.isfinite().all()
+
+
+def check_tokenizer(made: Path, wanted: Path) -> None:
+    """Text becomes the same tokens, and messages the same text."""
+    tokenizer, other = AutoTokenizer.from_pretrained(made), AutoTokenizer.from_pretrained(wanted)
+    text = "then in on<|im_end|>at the <|im_start|>er"
+    assert tokenizer.tokenize(text) == other.tokenize(text)
+    if other.chat_template is not None:
+        asked = [{"role": "user", "content": "he"}, {"role": "assistant", "content": "in"}]
+        assert tokenizer.apply_chat_template(asked, tokenize=False) == other.apply_chat_template(asked, tokenize=False)

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from holdfast_service.wings.merge.draws import Draws
 from tests.wings.merge import zoo
 from tests.wings.merge.cases import CASES, SEED, TENSOR, Case, inputs
-from tests.wings.merge.published import DRAWN, RECIPES, SAMPLED, text_of
+from tests.wings.merge.published import DRAWN, RECIPES, SAMPLED, by_token, text_of
 from tests.wings.merge.published import REFERENCE as PUBLISHED
 
 REFERENCE = Path(__file__).with_name("reference.npz")
@@ -93,7 +93,7 @@ def published() -> dict[str, np.ndarray[Any, Any]]:
         for name in sorted(RECIPES.keys() - DRAWN):
             for key, tensor in by_mergekit(text_of(name), place, place / name).items():
                 if any(word in key for word in SAMPLED):
-                    sampled[f"{name}/{key}"] = tensor.float().numpy()
+                    sampled[f"{name}/{key}"] = by_token(key, tensor.float().numpy(), place / name)
     return sampled
 
 

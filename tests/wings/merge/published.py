@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast_service.wings.merge.token_rows import is_of_tokens
+from holdfast_service.wings.merge.vocabulary import read_tokens
+
 THERE = Path(__file__).parent / "recipes"
 REFERENCE = Path(__file__).with_name("recipes.npz")  # make_reference.py makes it
 SAMPLED = ("embed_tokens", "lm_head", "model.norm", "o_proj", "input_layernorm")  # in the reference
@@ -26,17 +29,25 @@ class Made(NamedTuple):
 
 RECIPES: dict[str, Made] = {
     "breadcrumbs-ties": Made(),
+    "chat-tokens": Made(rows=38, ulp=2),
     "dare-ties": Made(),
     "della": Made(),
     "interleaved": Made(layers=16),
     "linear": Made(),
     "model-card": Made(),
     "one-module": Made(),
+    "padded": Made(rows=48, ulp=1),
     "slerp-slices": Made(ulp=2),
     "slices-of-slerp": Made(layers=9, ulp=2),
     "stacked": Made(layers=10),
+    "stacked-vocabularies": Made(rows=36),
+    "tied": Made(),
     "ties-gradients": Made(),
     "ties-of-two": Made(),
+    "ties-union": Made(rows=38),
+    "tokenizer-of-a-model": Made(rows=36),
+    "tokenizer-of-the-base": Made(),
+    "union": Made(rows=38),
     "upscaled": Made(layers=10),
 }
 DRAWN = frozenset({"dare-ties", "della"})  # at random, which mergekit does with torch
@@ -46,9 +57,10 @@ REFUSED: dict[str, tuple[int | None, str]] = {
     "a-parameter-of-no-method": (9, "known parameters"),
     "a-random-seed": (6, "`seed`"),
     "a-revision": (4, "known keys"),
+    "a-template-by-name": (6, "the template's text"),
+    "a-token-of-another-model": (9, "models that are merged"),
     "experts": (4, "mergekit-moe"),
     "slerp-without-a-base": (None, "base_model"),
-    "tokenizer-of-the-base": (7, "one tokenizer"),
     "too-many-layers": (3, "at 8"),
     "two-documents": (7, "one after the other"),
 }
@@ -56,6 +68,15 @@ REFUSED: dict[str, tuple[int | None, str]] = {
 
 def text_of(name: str) -> str:
     return (THERE / f"{name}.yml").read_text()
+
+
+def by_token(key: str, rows: NDArray[Any], directory: Path) -> NDArray[Any]:
+    """A tensor with its rows in the order of the tokens' text: mergekit numbers the tokens that it adds in any order."""
+    if not is_of_tokens(key):
+        return rows
+    numbers = read_tokens("", (directory / "tokenizer.json").read_bytes(), None).numbers
+    order = [numbers[token] for token in sorted(numbers)]
+    return rows[[*order, *sorted({*range(len(rows))} - {*order})]]
 
 
 def agrees(name: str, key: str, found: NDArray[Any], wanted: NDArray[Any]) -> None:

@@ -350,7 +350,7 @@ UNLIKE: dict[str, tuple[Arrays, str, str]] = {
         "model.layers.1.mlp.up_proj.weight",
         "up_prj",
     ),
-    "another tensor": ({**BASE, "lm_head.weight": BASE["model.embed_tokens.weight"]}, "lm_head.weight", ""),
+    "another tensor": ({**BASE, "model.norm.bias": BASE["model.norm.weight"]}, "model.norm.bias", ""),
     "a shape": (changed(**{"model.norm.weight": np.ones(8, BF16)}), "model.norm.weight", "equal sizes"),
     "a dtype": (changed(**{"model.norm.weight": np.ones(16, np.float32)}), "model.norm.weight", "`dtype`"),
     "a number type": (changed(**{"model.positions": np.arange(9, dtype=np.int32)}), "model.positions", ""),

@@ -81,7 +81,15 @@ base_model: base
 """
 WRONG = {
     "an unknown key": (f"{LINEAR}dtyp: float32\n", 5, "dtyp", "dtype"),
-    "a key of mergekit's": (f"{LINEAR}tokenizer_source: union\n", 5, "tokenizer_source", "from the base"),
+    "two tokenizers": (f"{LINEAR}tokenizer: {{}}\ntokenizer_source: base\n", 6, "tokenizer_source", "delete"),
+    "a key of tokenizers": (f"{LINEAR}tokenizer: {{sorce: base}}\n", 5, "sorce", "source"),
+    "forced without a source": (f"{LINEAR}tokenizer: {{tokens: {{a: {{force: true}}}}}}\n", 5, "forced", "source"),
+    "no truth": (f"{LINEAR}tokenizer: {{tokens: {{a: {{force: 3}}}}}}\n", 5, "force", ""),
+    "a row of no model": (f"{LINEAR}tokenizer: {{tokens: {{a: {{source: {{kind: model_token}}}}}}}}\n", 5, "source", ""),
+    "another kind of row": (f"{LINEAR}tokenizer: {{tokens: {{a: {{source: {{kind: ones}}}}}}}}\n", 5, "source", "zero"),
+    "no multiple": (f"{LINEAR}tokenizer: {{pad_to_multiple_of: 0}}\n", 5, "pad_to_multiple_of", ""),
+    "a template that is a file": (f"{LINEAR}chat_template: llama3\n", 5, "chat_template", "template's text"),
+    "no template": (f"{LINEAR}chat_template: chatlm\n", 5, "chat_template", "chatml"),
     "no slices": ("merge_method: linear\nslices: []\n", 2, "slices", ""),
     "slices and models": (f"{LINEAR}slices: []\n", 5, "slices", "keep one"),
     "several modules": ("merge_method: linear\nmodules: {a: {models: []}, b: {models: []}}\n", 2, "modules", "`models`"),

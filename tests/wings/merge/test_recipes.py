@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from holdfast_formats.errors import InvalidRequest
 from tests.daemon.copies_world import copies_world
 from tests.wings.merge import zoo
-from tests.wings.merge.published import DRAWN, RECIPES, REFERENCE, REFUSED, agrees, text_of
+from tests.wings.merge.published import DRAWN, RECIPES, REFERENCE, REFUSED, agrees, by_token, text_of
 from tests.wings.merge.test_merge_jobs import MergeWorld
 
 THERE = Path(__file__).parent
@@ -47,6 +47,7 @@ def test_runs_unchanged(world: MergeWorld, name: str) -> None:
     config: dict[str, Any] = json.loads((world.path() / "config.json").read_text())
     assert (config["num_hidden_layers"], config["vocab_size"]) == (wanted.layers, wanted.rows)
     assert found["model.embed_tokens.weight"].shape[0] == wanted.rows
+    assert "lm_head.weight" in found and config["tie_word_embeddings"] is False
     assert {int(key.split(".")[2]) for key in found if ".layers." in key} == set(range(wanted.layers))
     assert {str(array.dtype) for array in found.values()} == {config["torch_dtype"]}
     if name in DRAWN:
@@ -57,7 +58,7 @@ def test_runs_unchanged(world: MergeWorld, name: str) -> None:
         }
     assert len(stored) > 4
     for key, array in stored.items():
-        agrees(name, key, found[key], array)
+        agrees(name, key, by_token(key, found[key], world.path()), array)
 
 
 @pytest.mark.parametrize("name", REFUSED)

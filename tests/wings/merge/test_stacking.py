@@ -8,7 +8,7 @@ from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.mapping.listing import ForeignTensor
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.merge.recipe import read_recipe
-from holdfast_service.wings.merge.stacking import Model, parts, stacked_layers
+from holdfast_service.wings.merge.stacking import Model, parts, stacked_layers, with_heads
 
 ENDS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 TEXT = """\
@@ -69,3 +69,12 @@ def test_whole_models() -> None:
     recipe = read_recipe("{merge_method: linear, models: [{model: a@1}, {model: b@1}], parameters: {weight: 1}}")
     (part,) = parts(recipe, {"a@1": model("a"), "b@1": model("b")})
     assert [one.name for one in part.models] == ["a", "b"] and not part.sources and stacked_layers(recipe) is None
+
+
+def test_heads_of_tied_models() -> None:
+    """A model without a head gets its embedding as one, if another has a head."""
+    tied = model("b")
+    tied = tied._replace(tensors={name: one for name, one in tied.tensors.items() if name != "lm_head.weight"})
+    made = with_heads({"a@1": model("a"), "b@1": tied})
+    assert made["b@1"].tensors["lm_head.weight"] is tied.tensors[ENDS[0]]
+    assert with_heads({"b@1": tied}) == {"b@1": tied}

@@ -27,14 +27,17 @@ from holdfast_service.wings.merge.adapters import config as adapter_config
 from holdfast_service.wings.merge.merged_tensor import merged
 from holdfast_service.wings.merge.recipe import DTYPES, GROUP, MergeRecipe
 from holdfast_service.wings.merge.recipe_models import ModelName
-from holdfast_service.wings.merge.result_config import ResultConfig
+from holdfast_service.wings.merge.result_files import ResultConfig, ResultFiles, small_file, tokens_of
 from holdfast_service.wings.merge.scanning import Workspaces
 from holdfast_service.wings.merge.sources import MergeSource, MergeSources
-from holdfast_service.wings.merge.stacking import Model, StackedPart, parts, stacked_layers
+from holdfast_service.wings.merge.stacking import Model, StackedPart, parts, stacked_layers, with_heads
+from holdfast_service.wings.merge.token_rows import Alignment, rows_of
+from holdfast_service.wings.merge.vocabulary import TEMPLATE, ModelTokens, commonest, template_of, united, used
 
 KIND = "merge"
 FLOATS = frozenset(DTYPES.values())
 NAMED_MAX = 3
+_TIES = "tie_word_embeddings"
 _ADAPTER_GROUPS = ("adapter", "adapter_model")
 _CALLED = {safe: name for name, safe in DTYPES.items()}
 _INTEGERS = frozenset({"BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"})
@@ -74,6 +77,8 @@ def identical(key: TensorKey, names: Sequence[str], sources: Sequence[ForeignTen
 def names_of(recipe: MergeRecipe) -> list[str]:
     """Every model and adapter that a recipe reads; the result gets the small files of the first."""
     named = [recipe.assets_of, *recipe.inputs]
+    if recipe.tokenizer is not None:
+        named += recipe.tokenizer.named
     names = [one.model for one in named] + [one.adapter for one in named if one.adapter is not None]
     return list(dict.fromkeys(names))
 
@@ -86,8 +91,11 @@ def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> Planne
     models = {str(name): _model(name, sources, recipe.group) for name in recipe.inputs}
     if recipe.group in _ADAPTER_GROUPS:
         _check_adapters(recipe, models, sources)
+    heads = with_heads(models)
+    alignment = _alignment(recipe, heads, sources)
     tensors, spaces, names = dict[TensorKey, ForeignTensor](), Workspaces(), set[str]()
-    for number, part in enumerate(parts(recipe, models)):
+    for number, one in enumerate(parts(recipe, heads)):
+        part = one if alignment is None else alignment.aligned(one)
         reference = _reference(recipe, part)
         for other in part.models:
             _check_fits(reference, other, recipe)
@@ -95,7 +103,13 @@ def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> Planne
         names.update(reference.tensors, *part.sources.values())
     notes = list(_notes(recipe, sources, list(names)))
     settings = {key: value for model in models.values() for key, value in model.settings.items()}
-    listing = _listing(recipe, sources, tensors, settings, notes)
+    alone = [name for name, model in heads.items() if model is not models[name]]
+    if alone:
+        notes.append(f"their embedding is their head, too: {', '.join(alone)}")
+    if str(recipe.assets_of) in alone or _untied(recipe, sources):
+        settings[_TIES] = False
+    files = _files(recipe, sources, alignment, settings)
+    listing = _listing(recipe, sources, tensors, files)._replace(notes=(*notes, *files.notes))
     wanted = MappedListing(tuple(same(tensor) for tensor in tensors.values()), {})
     planned = importing.planned(sources.watched, listing, wanted, goal)
     return planned._replace(about=_about(recipe, sources))
@@ -109,6 +123,12 @@ def _check_adapters(recipe: MergeRecipe, models: Mapping[str, Model], sources: M
         for name in recipe.inputs
     }
     applying.check_alike(adapters, recipe.inputs[0].model)
+
+
+def _untied(recipe: MergeRecipe, sources: MergeSources) -> bool:
+    """Whether the configuration of the result ties a head that a model has for itself."""
+    ties = [_model_config(sources.source(name.model), sources).get(_TIES) for name in (recipe.assets_of, *recipe.inputs)]
+    return ties[0] is True and False in ties[1:]
 
 
 def _reference(recipe: MergeRecipe, part: StackedPart) -> Model:
@@ -136,10 +156,7 @@ def _model(name: ModelName, sources: MergeSources, group: str) -> Model:
 
 def _model_config(source: MergeSource, sources: MergeSources) -> dict[str, Any]:
     """A model's config.json; empty if it has none that can be read."""
-    name = hugging_face.CONFIG
-    data = source.listing.made_assets.get(name)
-    if data is None and name in source.listing.assets:
-        data = sources.watched.read(f"{source.number}/{name}")
+    data = small_file(source, sources, hugging_face.CONFIG)
     try:
         document = {} if data is None else json.loads(data)
     except (ValueError, RecursionError):
@@ -223,39 +240,82 @@ def _merged(recipe: MergeRecipe, number: int, part: StackedPart, spaces: Workspa
     return merged_tensors
 
 
+def _alignment(recipe: MergeRecipe, models: Mapping[str, Model], sources: MergeSources) -> Alignment | None:
+    """How rows are put in the order of the result's tokens; None if the recipe says nothing of them."""
+    wanted, assets_of = recipe.tokenizer, str(recipe.assets_of)
+    if wanted is None:
+        return None
+    of_models = {
+        str(name): used(tokens_of(sources.source(name.model), sources), rows_of(models[str(name)])) for name in recipe.inputs
+    }
+    result = of_models.get(assets_of) or tokens_of(sources.source(recipe.assets_of.model), sources)
+    others: list[ModelTokens] = []
+    if wanted.source == "union":
+        others = [tokens for name, tokens in of_models.items() if name != assets_of]
+    elif isinstance(wanted.source, ModelName):
+        named = of_models.get(str(wanted.source))
+        result = named or tokens_of(sources.source(wanted.source.model), sources)
+    result = united(result, others, [one.token for one in wanted.tokens])
+    base = None if recipe.base is None else str(recipe.base)
+    return Alignment(result, of_models, {one.token: one for one in wanted.tokens}, base, wanted.multiple)
+
+
+def _files(
+    recipe: MergeRecipe, sources: MergeSources, alignment: Alignment | None, settings: Mapping[str, Any]
+) -> ResultFiles:
+    """The small files of the result."""
+    base = sources.source(recipe.assets_of.model)
+    files = ResultFiles(base, () if recipe.out_group in _ADAPTER_GROUPS else (adapter_config.NAME,))
+    tokenizer = base
+    if alignment is not None and recipe.tokenizer is not None:
+        if isinstance(recipe.tokenizer.source, ModelName):
+            tokenizer = sources.source(recipe.tokenizer.source.model)
+            files.take_tokenizer(tokenizer, sources)
+        files.put_tokenizer(alignment.result, tokens_of(tokenizer, sources))
+    if recipe.chat_template is not None:
+        about = alignment.result.about if alignment is not None else tokens_of(tokenizer, sources).about
+        template = _template(recipe, sources) if recipe.chat_template == "auto" else recipe.chat_template
+        if template is None:
+            files.notes.append("no model has a chat template")
+        else:
+            files.put_template(template, about)
+    data = small_file(base, sources, hugging_face.CONFIG)
+    if data is not None:
+        config = ResultConfig(data)
+        if recipe.dtype is not None:
+            config.set_dtype(_CALLED[recipe.dtype])
+        layers = stacked_layers(recipe)
+        if layers is not None:
+            config.stack(layers)
+        if settings:
+            config.set(settings)
+        if alignment is not None:
+            config.set_rows(alignment.rows)
+            other = None if tokenizer is base else small_file(tokenizer, sources, hugging_face.CONFIG)
+            if other is not None:
+                config.set_ids(other, tokenizer.name)
+        if config.notes:
+            files.put(hugging_face.CONFIG, config.data)
+            files.notes += config.notes
+    return files
+
+
+def _template(recipe: MergeRecipe, sources: MergeSources) -> str | None:
+    """The chat template that most models have."""
+    found = []
+    for name in dict.fromkeys(name.model for name in (recipe.assets_of, *recipe.inputs)):
+        source = sources.source(name)
+        file = small_file(source, sources, TEMPLATE)
+        found.append(template_of(tokens_of(source, sources).about, file))
+    return commonest(found)
+
+
 def _listing(
-    recipe: MergeRecipe,
-    sources: MergeSources,
-    tensors: Mapping[TensorKey, ForeignTensor],
-    settings: Mapping[str, Any],
-    notes: list[str],
+    recipe: MergeRecipe, sources: MergeSources, tensors: Mapping[TensorKey, ForeignTensor], made: ResultFiles
 ) -> ForeignListing:
-    """The listing of the merged checkpoint: computed tensors, and the small files of the base."""
-    base = sources.source(recipe.assets_of.model).listing
-    left = () if recipe.out_group in _ADAPTER_GROUPS else (adapter_config.NAME,)
-    assets = tuple(name for name in base.assets if name not in left)
-    assets_made = {name: data for name, data in base.made_assets.items() if name not in left}
-    config = hugging_face.CONFIG
-    if config in assets or config in assets_made:
-        data = assets_made[config] if config in assets_made else sources.watched.read(config)
-        changed = _config_of(recipe, data, settings)
-        if changed.notes:
-            notes += changed.notes
-            assets, assets_made = tuple(name for name in assets if name != config), {**assets_made, config: changed.data}
+    """The listing of the merged checkpoint: computed tensors, and its small files."""
     files = tuple(use for source in sources.by_name.values() for use in _uses(source, recipe))
-    return ForeignListing(KIND, tensors, files, assets=assets, notes=tuple(notes), made_assets=assets_made)
-
-
-def _config_of(recipe: MergeRecipe, data: bytes, settings: Mapping[str, Any]) -> ResultConfig:
-    config = ResultConfig(data)
-    if recipe.dtype is not None:
-        config.set_dtype(_CALLED[recipe.dtype])
-    layers = stacked_layers(recipe)
-    if layers is not None:
-        config.stack(layers)
-    if settings:
-        config.set(settings)
-    return config
+    return ForeignListing(KIND, tensors, files, assets=tuple(made.copied), made_assets=made.made)
 
 
 def _uses(source: MergeSource, recipe: MergeRecipe) -> list[FileUse]:

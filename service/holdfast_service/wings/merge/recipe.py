@@ -25,20 +25,18 @@ from holdfast_service.wings.merge.recipe_models import ModelName, RecipeSlice, S
 from holdfast_service.wings.merge.scanning import Terms
 from holdfast_service.wings.merge.settings import Settings
 from holdfast_service.wings.merge.task_vectors import Dialect
+from holdfast_service.wings.merge.vocabulary import RecipeTokenizer, read_template, read_tokenizer
 
 SEED_MAX = 2**63 - 1
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 PARTS = ("models", "slices", "modules")
 KEYS = (
     *("merge_method", *PARTS, "base_model", "parameters", "dtype", "out_dtype"),
-    *("seed", "dialect", "group", "out_group", "name"),
+    *("tokenizer_source", "tokenizer", "chat_template", "seed", "dialect", "group", "out_group", "name"),
 )
 GROUP = "model"
 # Keys of mergekit's, and of its other programs, that are refused by name, and what to do instead.
 NOT_SUPPORTED = {
-    "tokenizer_source": "tokenizer and configuration come from the base; merge models with one tokenizer",
-    "tokenizer": "tokenizer and configuration come from the base; merge models with one tokenizer",
-    "chat_template": "it comes from the base; edit the file in an export of the result",
     "random_seed": "write `seed` instead",
     "experts": "Holdfast makes no mixture of experts of dense models: use mergekit-moe, and import its result",
 }
@@ -57,6 +55,8 @@ class MergeRecipe(NamedTuple):
     text: str
     group: str = GROUP  # the group of the merged tensors
     out_group: str = GROUP
+    tokenizer: RecipeTokenizer | None = None  # None: the base's, and no row is moved
+    chat_template: str | None = None  # its text, or auto
 
     @property
     def assets_of(self) -> ModelName:
@@ -129,7 +129,12 @@ def read_recipe(text: str) -> MergeRecipe:
     group = _group(keys.get("group"), GROUP)
     return MergeRecipe(
         method, slices, base, _dtype(keys.get("out_dtype")) or dtype, _seed(keys.get("seed")), dialect, text
-    )._replace(group=group, out_group=_group(keys.get("out_group"), group))
+    )._replace(
+        group=group,
+        out_group=_group(keys.get("out_group"), group),
+        tokenizer=read_tokenizer(keys),
+        chat_template=read_template(keys.get("chat_template")),
+    )
 
 
 def _parts(document: Located, keys: Mapping[str, Located], reader: SliceReader) -> tuple[RecipeSlice, ...]:

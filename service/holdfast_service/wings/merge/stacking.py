@@ -18,6 +18,9 @@ from holdfast_service.wings.merge.settings import depths, layer_of
 # Tensors of no layer that are used before the first one: embeddings of tokens and positions, and what is done with them.
 _BEFORE = re.compile(r"embed(?!_out)|embd\.|\.?wte\.|\.?wpe\.|^shared\.|rotary|inv_freq|relative_pe")
 
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "model.language_model.embed_tokens.weight")
+
 
 class Model(NamedTuple):
     """A model that is merged: its weights by name, the dtypes to store them in, and new settings of its config.json."""
@@ -115,3 +118,18 @@ def stacked_layers(recipe: MergeRecipe) -> list[int] | None:
     """The number of each layer of the result in the first model of its part; None if the recipe merges whole models."""
     ranges: Iterable[range | None] = [part.models[0].layers for part in recipe.slices]
     return [number for one in ranges if one is not None for number in one] or None
+
+
+def with_heads(models: Mapping[str, Model]) -> dict[str, Model]:
+    """The models, each with a head if one has it: the head of a model without one is its embedding."""
+    if not any(_HEAD in model.tensors for model in models.values()):
+        return dict(models)
+    return {name: model if _HEAD in model.tensors else _with_head(model) for name, model in models.items()}
+
+
+def _with_head(model: Model) -> Model:
+    name = next((one for one in _EMBEDDINGS if one in model.tensors), None)
+    if name is None:
+        return model
+    tensors, stored = {**model.tensors, _HEAD: model.tensors[name]}, {**model.stored, _HEAD: model.stored[name]}
+    return model._replace(tensors=tensors, stored=stored)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_service.wings.merge.result_config import ResultConfig
+from holdfast_service.wings.merge.result_files import ResultConfig
 
 
 def stacked(config: Any, layers: list[int]) -> tuple[Any, list[str]]:
@@ -47,3 +47,18 @@ def test_dtype() -> None:
     other = ResultConfig(b"{}")
     other.set_dtype("bfloat16")
     assert (other.data, other.notes) == (b"{}", [])
+
+
+def test_rows_and_ties() -> None:
+    made = ResultConfig(b'{"vocab_size": 4, "tie_word_embeddings": true, "eos_token_id": 3}')
+    made.set_rows(4)
+    assert made.notes == []
+    made.set_rows(8)
+    made.set({"tie_word_embeddings": False})
+    made.set_ids(b'{"eos_token_id": [5, 6], "bos_token_id": 1}', "other")
+    wanted = {"vocab_size": 8, "tie_word_embeddings": False, "eos_token_id": [5, 6], "bos_token_id": 1}
+    assert json.loads(made.data) == wanted and len(made.notes) == 3 and "other" in made.notes[-1]
+    inner = ResultConfig(b'{"text_config": {"vocab_size": 4, "tie_word_embeddings": true}}')
+    inner.set_rows(5)
+    inner.set({"tie_word_embeddings": False})
+    assert json.loads(inner.data) == {"text_config": {"vocab_size": 5, "tie_word_embeddings": False}}
