@@ -15,6 +15,8 @@ GROUP = "optim"
 MASTER_GROUP = "master"
 KEY = "optimizer"
 NUMBERED = "numbered"  # true in a document whose parameters have numbers: names are those of a live optimizer's order
+# torch wants them in every group, and a Checkpointer does not store them: they say how a step is computed.
+IMPLEMENTATION: Mapping[str, Any] = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
 # Names under which optimizers keep a parameter's full-precision copy in their per-parameter state.
 MASTER_KEYS = frozenset(

@@ -51,6 +51,7 @@ IMPORT_KINDS = {
 }
 EXPORT_KINDS = {
     "hf": "a Hugging Face directory",
+    "trainer": "a checkpoint of the Hugging Face Trainer",
     "peft": "a PEFT adapter",
     "diffusers": "a pipeline of diffusers",
     "dcp": "a directory of torch.distributed.checkpoint",

@@ -1,4 +1,4 @@
-"""A Trainer's own `checkpoint-N`, imported: an attached Trainer goes on from it as the program that wrote it did."""
+"""A Trainer's own `checkpoint-N` imported and exported: training goes on as that of the program that wrote it."""
 
 from __future__ import annotations
 
@@ -74,3 +74,23 @@ def test_the_next_twenty_steps_are_equal(daemon: RunningDaemon, run: str, tmp_pa
     assert len(trainer.losses) == len(original.losses) - done
     assert trainer.losses == original.losses[done:]
     assert same(trainer, original)
+
+
+def test_an_export_resumes_without_holdfast(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
+    """Of what an attached Trainer saved, and of what was imported from the Trainer's own files: to the last bit."""
+    original = made(tmp_path / "out")
+    original.train()
+    attached = attach(made(tmp_path / "saved"), run, at=daemon.root)
+    attached.train()
+    assert attached.losses == original.losses
+    imported = f"{run}-imported@{FIRST}"
+    assert call("import", tmp_path / "out" / f"checkpoint-{FIRST}", imported, "--root", daemon.root).exit_code == 0
+    for number, checkpoint in enumerate((f"{run}@{FIRST}", imported)):
+        place = tmp_path / f"export-{number}" / f"checkpoint-{FIRST}"
+        place.parent.mkdir()
+        result = call("export", checkpoint, place, "--as", "trainer", "--root", daemon.root)
+        assert result.exit_code == 0, result.output
+        trainer = made(tmp_path / f"again-{number}")
+        trainer.train(resume_from_checkpoint=str(place))
+        assert trainer.losses == original.losses[FIRST:]
+        assert same(trainer, original)

@@ -12,11 +12,13 @@ from holdfast_service.wings.convert.exports import (
     paddle_flex,
     paddle_unified,
     peft,
+    trainer,
 )
 from holdfast_service.wings.convert.exports.plan import ExportKind
 
 KINDS: tuple[ExportKind, ...] = (
     hugging_face.KIND,
+    trainer.KIND,
     peft.KIND,
     diffusers.KIND,
     dcp.KIND,

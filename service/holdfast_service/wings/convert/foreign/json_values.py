@@ -121,6 +121,7 @@ _TAGS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "$bytesio": lambda content, _: base64.b64decode(content[0], validate=True),
     "$tuple": lambda content, inner: tuple(inner(content)),
     "$dict": lambda content, inner: {inner(key): inner(value) for key, value in content},
+    "$counter": lambda content, inner: {inner(key): inner(value) for key, value in content},
     "$ordereddict": lambda content, inner: {inner(key): inner(value) for key, value in content},
     "$size": lambda content, inner: tuple(inner(content)),
     "$set": lambda content, inner: set(inner(content)),

@@ -1,4 +1,4 @@
-"""Torch's files as zips: the bytes before and after a tensor's elements, which are streamed between them.
+"""Torch's files as zips: the bytes around the elements of tensors, which are streamed between them.
 
 As in `torch.save`, the records are stored uncompressed, the elements begin at a multiple of 64 bytes, and their CRC-32
 follows them.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.listing import TensorKey
+from holdfast_formats.mapping.target_files import GrowingFile, LiteralBytes, TargetFile
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import pickle_writer
@@ -22,6 +25,7 @@ from holdfast_service.wings.convert.foreign.pickled import dtypes
 ALIGNMENT_BYTES = 64
 ROOT = "archive"
 _LONG = 0xFFFFFFFF  # marks a size in a zip64 field
+_MANY = 0xFFFE  # entries of a directory without one
 _RECORDS = {"version": b"3\n", "byteorder": b"little"}
 
 _STORAGES = {dtype: f"torch.{name}" for name, dtype in dtypes.STORAGES.items()}
@@ -45,8 +49,11 @@ class _Record(NamedTuple):
 
     def entry(self, crc: int) -> bytes:
         extra, shown = self._long_sizes(), min(self.size, _LONG)
+        if self.start >= _LONG:  # readers expect the fields that are marked, in this order
+            extra, shown = struct.pack("<HHQQQ", 1, 24, self.size, self.size, self.start), _LONG
         fields = struct.pack("<H", self._version) + self._header((crc, shown, shown), len(extra))
-        return b"PK\x01\x02" + fields + struct.pack("<HHHII", 0, 0, 0, 0, self.start) + self._path + extra
+        place = struct.pack("<HHHII", 0, 0, 0, 0, min(self.start, _LONG))
+        return b"PK\x01\x02" + fields + place + self._path + extra
 
     def descriptor(self, crc: int) -> bytes:
         return b"PK\x07\x08" + struct.pack("<IQQ" if self.size >= _LONG else "<III", crc, self.size, self.size)
@@ -64,7 +71,7 @@ class _Record(NamedTuple):
 
     @property
     def _version(self) -> int:
-        return 45 if self.size >= _LONG else 20
+        return 45 if max(self.size, self.start) >= _LONG else 20
 
 
 class ZipAround(NamedTuple):
@@ -86,14 +93,8 @@ class ZipAround(NamedTuple):
     def tail(self, crc: int) -> bytes:
         """The bytes after the data, which include their CRC-32."""
         described = self.last.descriptor(crc)
-        directory = b"".join((*self.entries, self.last.entry(crc)))
-        at, count = len(self.head) + self.data_bytes + len(described), len(self.entries) + 1
-        long = b""
-        if at >= _LONG:
-            long = b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, len(directory), at)
-            long += b"PK\x06\x07" + struct.pack("<IQI", 0, at + len(directory), 1)
-        end = struct.pack("<HHHHIIH", 0, 0, count, count, len(directory), min(at, _LONG), 0)
-        return described + directory + long + b"PK\x05\x06" + end
+        at = len(self.head) + self.data_bytes + len(described)
+        return described + _directory((*self.entries, self.last.entry(crc)), at)
 
 
 def of_tensor(spec: TensorSpec, within: Callable[[GlobalCall], Any] | None = None) -> ZipAround:
@@ -101,9 +102,51 @@ def of_tensor(spec: TensorSpec, within: Callable[[GlobalCall], Any] | None = Non
 
     `InvalidRequest` for a dtype that torch lacks.
     """
-    tensor = _tensor(spec)
+    tensor = _tensor(spec, 0)
     value = tensor if within is None else within(tensor)
     return _around({"data.pkl": pickle_writer.dumps(value), **_RECORDS}, "data/0", spec.nbytes)
+
+
+def file_of(name: str, value: Any) -> TargetFile:
+    """A file of `torch.save` with a value of which each `MappedTensor` is a tensor with its own storage.
+
+    `InvalidRequest` for a dtype that torch lacks, and for values that no pickle here can hold.
+    """
+    tensors: list[MappedTensor] = []
+    file, records = GrowingFile(), list[tuple[_Record, int | TensorKey]]()
+    pickled = pickle_writer.dumps(_with_storages(value, tensors))
+    for path, data in {"data.pkl": pickled, **_RECORDS}.items():
+        record = _Record(path, len(data), file.bytes, False)
+        records.append((record, zlib.crc32(data)))
+        file.put(record.local(zlib.crc32(data)) + data)
+    described: list[tuple[int, _Record, TensorKey]] = []
+    for number, tensor in enumerate(tensors):
+        record = _Record(f"data/{number}", tensor.spec.nbytes, file.bytes, True)
+        padding = -(file.bytes + len(record.local(0, 0))) % ALIGNMENT_BYTES
+        file.put(record.local(0, padding))
+        file.stream(tensor)
+        described.append((file.bytes, record, tensor.key))
+        file.skip(len(record.descriptor(0)))
+        records.append((record, tensor.key))
+    at = file.bytes
+
+    def sealed(crcs: Mapping[TensorKey, int]) -> tuple[LiteralBytes, ...]:
+        entries = [record.entry(crc if isinstance(crc, int) else crcs[crc]) for record, crc in records]
+        ends = [LiteralBytes(start, record.descriptor(crcs[key])) for start, record, key in described]
+        return (*ends, LiteralBytes(at, _directory(entries, at)))
+
+    file.skip(len(_directory([record.entry(0) for record, _ in records], at)))
+    return file.made(name, sealed)
+
+
+def _with_storages(value: Any, tensors: list[MappedTensor]) -> Any:
+    """The value with calls in place of tensors, which are added to `tensors`, each with the number of its storage."""
+    if isinstance(value, MappedTensor):
+        tensors.append(value)
+        return _tensor(value.spec, len(tensors) - 1)
+    if type(value) is dict:
+        return {key: _with_storages(one, tensors) for key, one in value.items()}
+    return type(value)(_with_storages(one, tensors) for one in value) if type(value) in (list, tuple) else value
 
 
 def of_value(value: Any) -> bytes:
@@ -112,13 +155,13 @@ def of_value(value: Any) -> bytes:
     return around.head + pickled + around.tail(zlib.crc32(pickled))
 
 
-def _tensor(spec: TensorSpec) -> GlobalCall:
+def _tensor(spec: TensorSpec, number: int) -> GlobalCall:
     if spec.dtype not in dtypes.TORCH_NAMES:
         raise InvalidRequest(f"tensor {spec.name!r} is {spec.dtype}, for which torch has no dtype", tensor=spec.name)
     known = spec.dtype in _STORAGES
     kind = _STORAGES.get(spec.dtype, dtypes.UNTYPED)
     length = prod(spec.shape) if known else spec.nbytes
-    storage = PersistentId(("storage", NamedGlobal(kind), "0", "cpu", length))
+    storage = PersistentId(("storage", NamedGlobal(kind), str(number), "cpu", length))
     hooks = GlobalCall(NamedGlobal("collections.OrderedDict"), ())
     arguments = (storage, 0, tuple(spec.shape), _steps(spec.shape), False, hooks)
     if known:
@@ -130,6 +173,18 @@ def _tensor(spec: TensorSpec) -> GlobalCall:
 def _steps(shape: Shape) -> Shape:
     """torch's strides: a dimension without elements counts as one."""
     return tuple(prod(max(n, 1) for n in shape[d + 1 :]) for d in range(len(shape)))
+
+
+def _directory(entries: Sequence[bytes], at: int) -> bytes:
+    """The zip's directory of these entries, which begins at this byte, and its end."""
+    directory, count = b"".join(entries), len(entries)
+    long = b""
+    if at >= _LONG or count > _MANY:
+        long = b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, len(directory), at)
+        long += b"PK\x06\x07" + struct.pack("<IQI", 0, at + len(directory), 1)
+    shown = min(count, _MANY + 1)
+    end = struct.pack("<HHHHIIH", 0, 0, shown, shown, len(directory), min(at, _LONG), 0)
+    return directory + long + b"PK\x05\x06" + end
 
 
 def _around(records: dict[str, bytes], last: str, data_bytes: int) -> ZipAround:

@@ -17,8 +17,6 @@ Path = tuple[str | int, ...]
 
 _MODEL, _EMA, _EXTRA = "model", "ema", "extra"
 _TITAN_OPTIMIZER = "optimizer"
-# torch wants them in every group, and a Checkpointer does not store them: they say how a step is computed.
-_IMPLEMENTATION = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
 
 class ExportedLeaf(NamedTuple):
@@ -110,7 +108,7 @@ class _Naming:
             for kind, value in values.get(name, {}).items():
                 self._value(place.state(name, kind), value, optimizer_state.GROUP)
         for position, group in enumerate(groups):
-            missing = {kind: value for kind, value in _IMPLEMENTATION.items() if kind not in group}
+            missing = {kind: value for kind, value in optimizer_state.IMPLEMENTATION.items() if kind not in group}
             for kind, value in {**group, **missing}.items():
                 for path in place.hyper(position, group["params"], kind):
                     self._value(path, value, optimizer_state.GROUP)
