@@ -21,6 +21,7 @@ from holdfast_formats.layout import language
 from holdfast_formats.layout.rules import choice, document
 from holdfast_formats.layout.rules.table import compile_table
 from holdfast_formats.region import Box
+from holdfast_formats.rest.jobs import ReadOptions
 from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging import arena, slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
@@ -32,6 +33,10 @@ from holdfast_service.control.catalog import pages
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.daemon.arena import holder
 from holdfast_service.storage.memory import MemoryTier
+from holdfast_service.wings.convert.foreign.gguf import kinds as gguf
+from tests.wings.convert.foreign.gguf.files import LLAMA as GGUF_METADATA
+from tests.wings.convert.foreign.gguf.files import encoded as gguf_file
+from tests.wings.convert.foreign.gguf.files import llama
 
 from .mutating import bytes_changed, framed, mutated
 
@@ -128,6 +133,14 @@ def _problem(data: bytes) -> None:
         from_problem(body).problem()
 
 
+def _gguf(data: bytes) -> None:
+    tier = MemoryTier()
+    tier.replace("m.gguf", data)
+    with suppress(CheckpointError):
+        gguf.read(tier, ReadOptions(as_is=True))
+    gguf.read(tier, ReadOptions())
+
+
 def _segment() -> bytes:
     made = arena.geometry(2, 4096, 4096)
     memory = bytearray(made.segment_bytes)
@@ -169,7 +182,10 @@ _framed_8: Mutate = partial(framed, length_bytes=8)
 _framed_4: Mutate = partial(framed, length_bytes=wire.LENGTH_BYTES)
 _FILES = tuple(path.read_bytes() for path in sorted(GOLDEN.glob("*.safetensors")))[:3]
 
+_GGUF = tuple(gguf_file(GGUF_METADATA, {name: one for name, one, _ in llama(dtype).values()}) for dtype in ("f4", "f2"))
+
 PARSERS = (
+    Parser("gguf", _gguf, _GGUF, bytes_changed),
     Parser("safetensors", _safetensors, _FILES, _framed_8),
     Parser("manifest", _manifest, ((GOLDEN / naming.MANIFEST).read_bytes(),)),
     Parser("commit", _commit, ((GOLDEN / naming.COMMIT).read_bytes(),)),

@@ -41,6 +41,7 @@ IMPORT_KINDS = {
     "deepspeed": "a DeepSpeed checkpoint with ZeRO",
     "hf-bin": "a Hugging Face model in pytorch_model.bin",
     "torch": "a state dict in a torch file",
+    "gguf": "a GGUF file of llama.cpp",
     "paddle-uc": "a unified checkpoint of Paddle",
     "paddle-flex": "a FlexCheckpoint of Paddle",
     "paddle-sharding-io": "a checkpoint of Paddle's sharding_io",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast_service.wings.convert.foreign import diffusers, hugging_face, peft_adapter, torch_weights
 from holdfast_service.wings.convert.foreign.dcp import kinds as dcp
 from holdfast_service.wings.convert.foreign.deepspeed import kinds as deepspeed
+from holdfast_service.wings.convert.foreign.gguf import kinds as gguf
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.foreign.paddle import flex, lora, sharding_io, unified
 from holdfast_service.wings.convert.foreign.trainers import accelerate, trainer
@@ -18,6 +19,7 @@ KINDS: tuple[ForeignKind, ...] = (
     deepspeed.KIND,
     torch_weights.DIRECTORY_KIND,
     torch_weights.FILE_KIND,
+    gguf.KIND,
     unified.KIND,
     flex.KIND,
     sharding_io.KIND,
