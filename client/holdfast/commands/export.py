@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LEFT_OUT_SHOWN = 20
 STDOUT = "-"
-KINDS = "hf, trainer, peft, diffusers, dcp, deepspeed-universal, gguf, paddle-uc or paddle-flex"
+KINDS = "hf, trainer, peft, diffusers, dcp, deepspeed-universal, gguf, paddle-uc, paddle-flex or paddle-lora"
 
 Target = Annotated[
     Path,

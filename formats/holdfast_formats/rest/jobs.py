@@ -60,6 +60,7 @@ EXPORT_KINDS = {
     "gguf": "a GGUF file of llama.cpp",
     "paddle-uc": "a unified checkpoint of PaddleFormers",
     "paddle-flex": "a FlexCheckpoint of Paddle",
+    "paddle-lora": "a LoRA adapter of Paddle",
 }
 
 

@@ -1,4 +1,4 @@
-"""Resumes PaddleFormers' trainer from a directory, and writes what it holds then: `loading.py DIR uc|flex OUT.npz`.
+"""Resumes PaddleFormers' trainer from a directory, and writes what it holds then: `loading.py DIR uc|flex|lora OUT.npz`.
 
 A program of its own: Paddle keeps state for the whole process, and its trainer knows no other way to begin.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle.distributed import fleet
+from paddleformers.peft import LoRAModel
 from paddleformers.trainer import Trainer, TrainingArguments
 from paddleformers.transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,7 +46,10 @@ def resumed(directory: Path, kind: str) -> Loading:
     paddle.set_default_dtype("bfloat16" if half else "float32")
     model = LlamaForCausalLM(known)
     paddle.set_default_dtype("float32")
-    form = {"uc": "unified_checkpoint", "flex": "flex_checkpoint"}[kind]
+    form = {"flex": "flex_checkpoint"}.get(kind, "unified_checkpoint")
+    if kind == "lora":
+        model = LoRAModel.from_pretrained(model, str(directory), load_checkpoint_format=form)
+        model.mark_only_lora_as_trainable()
     arguments = TrainingArguments(
         output_dir=str(directory / "out"),
         max_steps=100,
@@ -55,7 +59,7 @@ def resumed(directory: Path, kind: str) -> Loading:
         amp_master_grad=half,
         save_checkpoint_format=form,
         load_checkpoint_format=form,
-        save_to_hf=kind == "uc",
+        save_to_hf=kind != "flex",
         save_strategy="no",
         disable_tqdm=True,
     )
@@ -75,7 +79,8 @@ def held(trainer: Loading) -> dict[str, np.ndarray]:
     """Everything that it holds, by our groups and structured names, in Paddle's layout; the step, and the scheduler's."""
     found = {"step": np.array(trainer.state.global_step)}
     names = {}
-    for name, tensor in trainer.model.state_dict().items():
+    trained = getattr(trainer.model, "get_trainable_state_dict", trainer.model.state_dict)()
+    for name, tensor in trained.items():
         found[f"model:{name}"] = tensor.astype("float32").numpy()
         names[tensor.name] = name
     for key, value in trainer.optimizer.state_dict().items():

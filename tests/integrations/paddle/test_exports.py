@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -93,3 +95,35 @@ def test_paddleformers_resumes(tmp_path: Path, kind: str, how: str) -> None:
             value = value * np.float32(beta)
         found = [power for key, power in powers.items() if key.endswith(f"beta{number}_pow_acc_0")]
         assert len(found) == len(weights) and all(np.array_equal(power, [value]) for power in found)
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "float32"])
+def test_paddleformers_resumes_an_adapter(tmp_path: Path, how: str) -> None:
+    """`LoRAModel.from_pretrained`, and a trainer that resumes: adapter, masters, moments and powers."""
+    sides = {"self_attn.q_proj": (16, 16), "mlp.down_proj": (48, 16)}
+    rng, adapter = np.random.default_rng(3), {}
+    for layer, (stem, (wide, narrow)) in product(range(2), sides.items()):
+        for side, shape in (("A", (2, wide)), ("B", (narrow, 2))):
+            array = rng.standard_normal(shape).astype(ml_dtypes.bfloat16 if how == "bfloat16" else np.float32)
+            adapter[f"base_model.model.model.layers.{layer}.{stem}.lora_{side}.weight"] = array
+    held = trained(adapter, step=3)
+    groups = {"adapter": adapter, "optim": held["optim"], "master": held["master"] if how == "bfloat16" else {}}
+    peft = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
+    assets = {"config.json": {**CONFIG, "torch_dtype": how, "tie_word_embeddings": False}, "adapter_config.json": peft}
+    named = {name: json.dumps(one).encode() for name, one in assets.items()}
+    source = made(tmp_path / "step", groups, assets=named, ranks=values_of(list(adapter)), step=3).source
+    plan = kinds.kind_named("paddle-lora").plan(source, ExportOptions())
+    found = _loaded(write(source, plan, tmp_path / "checkpoint-3"), "lora")
+    assert (int(found.pop("step")), int(found.pop("last_epoch")), float(found.pop("last_lr"))) == (3, 3, 1e-3)
+    expected = {}
+    for name, array in adapter.items():
+        theirs = name.removeprefix("base_model.model.").removesuffix(".weight")
+        expected[f"model:{theirs}"] = array.astype(np.float32).T
+        if how == "bfloat16":
+            expected[f"master:{theirs}"] = groups["master"][name].T
+        for kind, word in MOMENTS.items():
+            expected[f"optim:{theirs}/{word}"] = groups["optim"][f"{name}/{kind}"].T
+    powers = {key for key in found if key.endswith("_pow_acc_0")}
+    assert len(powers) == 2 * len(adapter) and found.keys() - powers == expected.keys()
+    for key, array in expected.items():
+        assert np.array_equal(found[key], array), key

@@ -10,6 +10,7 @@ from holdfast_service.wings.convert.exports import (
     gguf,
     hugging_face,
     paddle_flex,
+    paddle_lora,
     paddle_unified,
     peft,
     trainer,
@@ -26,6 +27,7 @@ KINDS: tuple[ExportKind, ...] = (
     gguf.KIND,
     paddle_unified.KIND,
     paddle_flex.KIND,
+    paddle_lora.KIND,
 )
 NAMES: tuple[str, ...] = tuple(kind.name for kind in KINDS)
 

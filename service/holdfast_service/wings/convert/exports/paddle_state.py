@@ -38,8 +38,8 @@ _USED = frozenset({"model", MASTER, optimizer_state.GROUP})
 _HINT = "export only the model with `--as hf`, which PaddleFormers can load"
 # What an import from Paddle keeps of its trainer, which goes back as it came.
 TRAINER_KEYS = ("paddle_trainer_state", "paddle_scheduler")
-_KEPT = frozenset(f"extra/{key}" for key in TRAINER_KEYS)
-_NO_PLACE = "PaddleFormers' trainer cannot store it"
+KEPT = frozenset(f"extra/{key}" for key in TRAINER_KEYS)
+NO_PLACE = "PaddleFormers' trainer cannot store it"
 
 Known = TypeVar("Known")
 
@@ -109,13 +109,8 @@ def collect(source: ExportSource, options: ExportOptions, model_too: bool) -> Pa
     arranged = arrange(source, options.program)
     plain = arranged if model_too or options.program is None else arrange(source, None)
     chosen = weights.choose(source, plain, options)
-    model, state = arranged.group("model"), arranged.group(optimizer_state.GROUP)
     layout = PaddleLayout(model_config(source), options.program is not None)
-    masters: dict[str, MappedTensor] = {}
-    for name, master in arranged.group(MASTER).items():
-        _check_fits(master, name, model, MASTER)
-        masters[name] = layout.of(name, full(master, TensorKey("master_weights", name)))
-    optimizer = _optimizer(source, arranged, layout, state)
+    masters, optimizer = training(source, arranged, layout)
     notes = [*chosen.notes, *(note for note in arranged.notes if note not in chosen.notes)]
     ties = {} if options.program is not None else dict(source.ties("model"))
     notes += said(ties)
@@ -125,8 +120,19 @@ def collect(source: ExportSource, options: ExportOptions, model_too: bool) -> Pa
         {**optimizer, **{alias: _tied_state(optimizer[t], alias) for alias, t in ties.items() if t in optimizer}},
         layout,
         tuple(notes),
-        (*chosen.left_out, *other_groups(source, _USED, _NO_PLACE, _KEPT), *values_of_weights(source)),
+        (*chosen.left_out, *other_groups(source, _USED, NO_PLACE, KEPT), *values_of_weights(source)),
     )
+
+
+def training(
+    source: ExportSource, arranged: Arranged, layout: PaddleLayout
+) -> tuple[dict[str, MappedTensor], dict[str, ParameterState]]:
+    """Masters and optimizer state of the arranged model. Raises as `collect`."""
+    masters: dict[str, MappedTensor] = {}
+    for name, master in arranged.group(MASTER).items():
+        _check_fits(master, name, arranged.group("model"), MASTER)
+        masters[name] = layout.of(name, full(master, TensorKey("master_weights", name)))
+    return masters, _optimizer(source, arranged, layout, arranged.group(optimizer_state.GROUP))
 
 
 def transposed(mapped: MappedTensor) -> MappedTensor:

@@ -26,13 +26,14 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     """The three sets with their indexes, the trainer's small files, and the checkpoint's own."""
     state = paddle_state.collect(source, options, model_too=False)
     model = shard_set(MODEL, state.model.values(), "pt", numbered=True)
-    files = [*model.files, model.index_file(f"{MODEL}.safetensors.index.json"), *_training(state)]
+    files = [*model.files, model.index_file(f"{MODEL}.safetensors.index.json"), *training_files(state)]
     trainer = trainer_files(source, state)
     assets, notes = configured(source, options.dtype, FILES)
     return ExportPlan((*files, *trainer.files, *assets), (*state.notes, *trainer.notes, *notes), state.left_out)
 
 
-def _training(state: PaddleState) -> list[TargetFile]:
+def training_files(state: PaddleState) -> list[TargetFile]:
+    """The sets of masters and optimizer, with their indexes."""
     files: list[TargetFile] = []
     if state.optimizer:
         held = shard_set(OPTIMIZER, _optimizer(state), "np", numbered=True, file_bytes_max=_ONE_FILE)
