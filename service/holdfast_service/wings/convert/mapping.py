@@ -39,8 +39,8 @@ def mapped(files: Files, listing: ForeignListing, program: str | None) -> Mapped
     if any(map(optimizer_state.is_numbered, listing.documents.get(optimizer_state.GROUP, {}).values())):
         raise StateMismatch(
             "the optimizer has numbers in place of parameter names, which programs cannot map",
-            hint="import it without --program, and restore it with the model as it is; for other names import the weights "
-            "alone, from a copy of the directory without the optimizer's file",
+            hint="import it without --program, and restore it with the model as it is; or import the weights alone, with "
+            "--weights-only",
         )
     specs = {key: tensor.spec for key, tensor in listing.tensors.items()}
     compiled = compile_program(

@@ -104,6 +104,20 @@ def test_incomplete_directories_are_refused(tmp_path: Path, name: str, said: str
         read(place)
 
 
+def test_what_is_refused_can_be_left_out(tmp_path: Path) -> None:
+    """Optimizers and random states of all ranks together, registered objects one by one."""
+    place = directories.accelerate(tmp_path, ranks=2, **{"custom_checkpoint_0.pkl": torch.strided})
+    torch.save([1], place / "optimizer_1.bin")
+    torch.save({}, place / "random_states_1.pkl")
+    names = ("optimizer.bin", "optimizer_1.bin", "random_states_0.pkl", "random_states_1.pkl", "custom_checkpoint_0.pkl")
+    with pytest.raises(StateMismatch) as refused:
+        read(place)
+    assert all(f"--leave-out {name}" in refused.value.hint for name in names)
+    listing = KIND.read(hub_snapshot.opened(place), ReadOptions(leave_out=names))
+    assert listing.documents["extra"].keys() == {"accelerate", "scheduler"} and not listing.rank_documents
+    assert {key.group for key in listing.tensors} == {"model", "model_1"}
+
+
 def test_without_weights(tmp_path: Path) -> None:
     place = directories.accelerate(tmp_path)
     for name in ("model.safetensors", "model_1.safetensors"):

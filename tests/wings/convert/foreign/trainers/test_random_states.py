@@ -80,7 +80,7 @@ def test_one_device_has_one_state(tmp_path: Path) -> None:
 def test_other_states_are_refused_by_file(tmp_path: Path, key: str, value: Any) -> None:
     with pytest.raises(StateMismatch, match=r"rng\.pth has random states of (Python|numpy|torch)") as refused:
         read(tmp_path, directories.drawn() | {key: value})
-    assert "leave this file out" in refused.value.hint
+    assert "own save" in refused.value.hint
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:

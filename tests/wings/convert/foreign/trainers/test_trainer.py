@@ -23,10 +23,10 @@ from holdfast_service.wings.convert.foreign.trainers.trainer import KIND
 from tests.wings.convert.foreign.trainers import directories
 
 
-def read(place: Path) -> ForeignListing:
+def read(place: Path, **options: Any) -> ForeignListing:
     files = hub_snapshot.opened(place)
     assert choose(files, None, KINDS) is KIND
-    return KIND.read(files, ReadOptions())
+    return KIND.read(files, ReadOptions(**options))
 
 
 def train(module: Any, optimizer: Any, scheduler: Any) -> None:
@@ -121,12 +121,16 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt"])
 def test_objects_are_refused_by_file(tmp_path: Path, file: str) -> None:
-    """Nothing is unpickled: what is no plain value names its file."""
+    """Nothing is unpickled: what is no plain value names its file, and the option that goes on without it."""
     place = directories.trainer(tmp_path)
     torch.save({"state": _Held({}), "param_groups": []}, place / file)
     with pytest.raises(StateMismatch) as refused:
         read(place)
     assert refused.value.members["file"] == file
+    assert f"--leave-out {file}" in refused.value.hint and "--weights-only" in refused.value.hint
+    without = read(place, leave_out=(file,))
+    assert {use.file: use.use for use in without.files}[file] == "unused"
+    assert {key.group for key in read(place, weights_only=True).tensors} == {"model"}
 
 
 def test_a_program_needs_names(tmp_path: Path) -> None:

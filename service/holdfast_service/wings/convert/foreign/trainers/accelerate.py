@@ -57,14 +57,16 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     listing = hugging_face.listed(KIND.name, view, TakenTensors(tuple(tensors), ()), weights)
     gathered.tensors.update(listing.tensors)
     steps = None
-    if optimizers:
+    with beside.refusing(gathered, *optimizers.values()):
         held = [HeldOptimizer(read_torch(files, file), file) for file in optimizers.values()]
-        steps = numbered_optimizers.collect(gathered, held)
+        steps = numbered_optimizers.collect(gathered, held) if held else None
     for key, held_files in objects.items():
         for number, file in held_files.items():
             beside.keep(gathered, file, _key(key, number))
-    counted = beside.mapping(read_torch(files, random[0]), random[0]).get("step")
-    counts = {"step": counted if type(counted) is int else 0, **({} if steps is None else {"optimizer_steps": steps})}
+    counts = {"step": 0, **({} if steps is None else {"optimizer_steps": steps})}
+    with beside.refusing(gathered, *random.values()):
+        counted = beside.mapping(read_torch(files, random[0]), random[0]).get("step") if random else None
+        counts["step"] = counted if type(counted) is int else 0
     gathered.document(beside.GROUP, KEY, dict(sorted(counts.items())))
     whole = beside.with_random_states(listing, gathered, random, _streams)
     uses = [*listing.files, *(FileUse(file, "tensors" if file in optimizers.values() else "state") for file in state)]

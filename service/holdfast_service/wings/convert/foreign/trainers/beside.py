@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from holdfast_formats.errors import StateMismatch
+from holdfast_formats.errors import Refused, StateMismatch
 from holdfast_formats.mapping.listing import ForeignListing, RefusedPart
-from holdfast_service.wings.convert.foreign import torch_values
+from holdfast_service.wings.convert.foreign import leaving_out, torch_values
 from holdfast_service.wings.convert.foreign.dcp.gathering import PLAIN, GatheredListing, Unread, ValuePlace
 from holdfast_service.wings.convert.foreign.pickles import read_torch
 from holdfast_service.wings.convert.foreign.trainers import random_states
@@ -23,14 +24,23 @@ def keep(gathered: GatheredListing, file: str, key: str) -> None:
 
     The file is refused if there are objects in it.
     """
-    value = gathered.json(
-        read_torch(gathered.files, file, PLAIN, opaque=True), ValuePlace(file, GROUP, f"ranks/00000/{key}")
-    )
-    if isinstance(value, Unread):
-        error = torch_values.mismatch(file, "", f"cannot be kept without running code: {value.reason}")
-        gathered.refused.append(RefusedPart(file, error, ""))
-        return
-    gathered.document(GROUP, key, value)
+    with refusing(gathered, file):
+        held = read_torch(gathered.files, file, PLAIN, opaque=True)
+        value = gathered.json(held, ValuePlace(file, GROUP, f"ranks/00000/{key}"))
+        if isinstance(value, Unread):
+            raise torch_values.mismatch(file, "", f"cannot be kept without running code: {value.reason}")
+        gathered.document(GROUP, key, value)
+
+
+@contextmanager
+def refusing(gathered: GatheredListing, *files: str) -> Iterator[None]:
+    """Refuse these files, of which nothing is kept then, if something in them cannot be imported."""
+    held = dict(gathered.tensors)
+    try:
+        yield
+    except Refused as error:
+        gathered.take_back(held)
+        gathered.refused.extend(RefusedPart(file, error, "") for file in files)
 
 
 def numbers(names: Sequence[str]) -> dict[int, str]:
@@ -39,7 +49,7 @@ def numbers(names: Sequence[str]) -> dict[int, str]:
     if sorted(by_number) != list(range(len(by_number))) or len(by_number) != len(names):
         raise StateMismatch(
             f"{', '.join(sorted(names)[:4])}: files of other ranks or objects are missing",
-            hint="copy the directory again, with the files of all ranks",
+            hint=f"copy the directory again, with all of its files; or {leaving_out.way_on(names, weights=True)}",
             file=sorted(names)[-1],
         )
     return dict(sorted(by_number.items()))
@@ -50,10 +60,11 @@ def with_random_states(
 ) -> ForeignListing:
     """The listing with everything gathered, and with the random states of each rank in `files`."""
     values: dict[int, dict[str, Any]] = {}
-    for rank, file in files.items():
-        streams = random_states.read(gathered.files, found(read_torch(gathered.files, file), file), rank, file)
-        gathered.tensors.update((tensor.key, tensor) for tensor in streams.tensors)
-        values[rank] = {GROUP: {random_states.KEY: streams.value}}
+    with refusing(gathered, *files.values()):  # all together: a rank without its own would continue another's
+        for rank, file in files.items():
+            streams = random_states.read(gathered.files, found(read_torch(gathered.files, file), file), rank, file)
+            gathered.tensors.update((tensor.key, tensor) for tensor in streams.tensors)
+            values[rank] = {GROUP: {random_states.KEY: streams.value}}
     return listing._replace(
         tensors=gathered.tensors,
         documents=gathered.documents,

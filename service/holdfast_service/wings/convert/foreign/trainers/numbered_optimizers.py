@@ -124,5 +124,4 @@ def _labels(value: Mapping[str, Any], file: str) -> list[int]:
 
 
 def _refused(file: str, what: str) -> CheckpointError:
-    hint = "import the weights alone: copy them with config.json and the tokenizer to another directory"
-    return torch_values.mismatch(file, "", f"holds an optimizer that {what}", hint)
+    return torch_values.mismatch(file, "", f"holds an optimizer that {what}")

@@ -22,7 +22,7 @@ from holdfast_service.wings.convert.foreign.pickles import LatinArray, PickledAr
 
 GROUP, KEY = "extra", "rng"
 WORDS = 624  # of a Mersenne twister
-_HINT = "save again with the trainer's own save, or leave this file out of the directory: training goes on without it"
+_HINT = "save again with the trainer's own save"
 
 
 class SavedStreams(NamedTuple):

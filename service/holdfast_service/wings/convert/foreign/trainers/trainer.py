@@ -38,7 +38,8 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     gathered = GatheredListing(files)
     gathered.tensors.update(listing.tensors)
     if signs.OPTIMIZER in own:
-        numbered_optimizers.collect(gathered, [HeldOptimizer(read_torch(files, signs.OPTIMIZER), signs.OPTIMIZER)])
+        with beside.refusing(gathered, signs.OPTIMIZER):
+            numbered_optimizers.collect(gathered, [HeldOptimizer(read_torch(files, signs.OPTIMIZER), signs.OPTIMIZER)])
     else:
         gathered.notes.append(f"there is no {signs.OPTIMIZER}: a Trainer can start from this checkpoint, but not resume")
     for name, key in _OBJECTS.items():
