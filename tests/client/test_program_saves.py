@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from holdfast import Checkpointer, ParallelLayout
 from holdfast_formats import naming
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, StateMismatch
 from tests.client import llama
 from tests.client.layout.test_declared import check, moved, tensors, training
 from tests.client.layout.test_rank_view import local
@@ -185,3 +185,84 @@ def test_fully_sharded_ranks(daemon: RunningDaemon) -> None:
     assert found.keys() == LLAMA.tensors.keys()
     for name, array in LLAMA.arrays().items():
         np.testing.assert_array_equal(found[name], array, name)
+
+
+class Experts:
+    """A small Mixtral with the names that transformers 5 has in memory, or those of the hub."""
+
+    def __init__(self, fused: bool, seed: int) -> None:
+        torch.manual_seed(seed)
+        layer = "model.layers.0"
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (9, 4), "lm_head.weight": (9, 4)}
+        if fused:
+            shapes |= {f"{layer}.mlp.gate.weight": (2, 4), f"{layer}.mlp.experts.gate_up_proj": (2, 12, 4)}
+            shapes |= {f"{layer}.mlp.experts.down_proj": (2, 4, 6)}
+        else:
+            moe = f"{layer}.block_sparse_moe"
+            shapes |= {f"{moe}.gate.weight": (2, 4)}
+            shapes |= {f"{moe}.experts.{one}.{part}.weight": (6, 4) for one in range(2) for part in ("w1", "w3")}
+            shapes |= {f"{moe}.experts.{one}.w2.weight": (4, 6) for one in range(2)}
+        self.model = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+        self.optim = torch.optim.AdamW(self.model.values(), lr=0.01)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optim": self.optim}
+
+    def step(self) -> None:
+        sum((value * (value + 1)).sum() for value in self.model.values()).backward()  # type: ignore[union-attr]
+        self.optim.step()
+        self.optim.zero_grad()
+
+
+MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 2, "tie_word_embeddings": False}
+MIXTRAL |= {"hidden_size": 4, "intermediate_size": 6, "vocab_size": 9, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_experts_in_the_other_form(daemon: RunningDaemon, fused: bool) -> None:
+    """A restore names the program; "auto" uses it, and saves go on in the checkpoint's form. Training is as it was."""
+    run, first = f"experts-{fused}", Experts(not fused, 1)
+    options: dict[str, Any] = {"at": daemon.socket, "assets": {"config.json": json.dumps(MIXTRAL).encode()}}
+    with Checkpointer.alone(run, first.state, **options) as checkpointer:
+        first.step()
+        checkpointer.save(1, wait="durable")
+        first.step()
+        checkpointer.save(2, wait="durable")
+    name = "hf-stacked-mixtral" if fused else "hf-stacked-mixtral-inverse"
+    other = Experts(fused, 2)
+    with (
+        Checkpointer.alone(run, other.state, at=daemon.socket) as checkpointer,
+        pytest.raises(StateMismatch, match="missing from the checkpoint") as refused,
+    ):
+        checkpointer.restore(1)
+    assert f"layout=ParallelLayout('dp=1', program='{name}'), or program='auto'" in refused.value.hint
+    with Checkpointer.alone(run, other.state, **options, layout=ParallelLayout("dp=1", program="auto")) as checkpointer:
+        assert checkpointer.restore(1) == 1
+        other.step()
+        checkpointer.save(3, wait="durable")
+    again = Experts(not fused, 3)
+    with Checkpointer.alone(run, again.state, **options, layout=ParallelLayout("dp=1", program="auto")) as checkpointer:
+        assert checkpointer.restore(3) == 3  # it has the live names
+        checkpointer.save(4, wait="durable")
+    for key, parameter in first.model.items():
+        assert torch.equal(again.model[key], parameter), key
+        assert torch.equal(again.optim.state[again.model[key]]["exp_avg"], first.optim.state[parameter]["exp_avg"])
+
+
+def test_a_program_that_is_chosen_later(daemon: RunningDaemon) -> None:
+    """Before a restore, saves have the live names, and they come back; a checkpoint of no known form is refused."""
+    fresh = Experts(True, 1)
+    options: dict[str, Any] = {"at": daemon.socket, "layout": ParallelLayout("dp=1", program="auto", config=MIXTRAL)}
+    with Checkpointer.alone("experts-fresh", fresh.state, **options) as checkpointer:
+        fresh.step()
+        checkpointer.save(1, wait="durable")
+        kept = {name: value.detach().clone() for name, value in fresh.model.items()}
+        fresh.step()
+        assert checkpointer.restore() == 1
+        assert all(torch.equal(value, kept[name]) for name, value in fresh.model.items())
+    renamed = {f"other.{name}": value for name, value in fresh.model.items()}
+    with Checkpointer.alone("experts-fresh", {"model": renamed}, **options) as checkpointer:
+        with pytest.raises(StateMismatch, match="missing") as refused:
+            checkpointer.restore(groups=["model"])
+        assert "program" not in refused.value.hint

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from holdfast.launch import Launch
 from holdfast.layout import rules_choice
@@ -31,6 +31,7 @@ from holdfast.layout.places import (
     unless_same,
     view,
 )
+from holdfast.layout.program_choice import fitting_program
 from holdfast.layout.rank_view import (
     EMA,
     MASTER,
@@ -56,7 +57,7 @@ from holdfast_formats.layout import declared, language, rank_tensors, successors
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.layout.rules import Rules
-from holdfast_formats.programs import CompiledProgram, Program, compile_program, remade
+from holdfast_formats.programs import AUTO, CompiledProgram, Program, compile_program, remade
 from holdfast_formats.region import Shape
 
 _SHARED_FROM_STAGE = {MODEL: 3, MASTER: 1, EMA: 3}  # from this stage on no tensor of the group is whole, known or not
@@ -71,15 +72,22 @@ class DeclaredLayout:
         rank: int,
         config: Mapping[str, Any] | None,
         rules: RulesSource,
-        program: Program | None = None,
+        program: Program | Literal["auto"] | None = None,
     ) -> None:
-        self.layout, self.rank, self.config, self.program = layout, rank, config, program
+        """`program`: "auto" chooses one for each restored checkpoint; until then there is none."""
+        self.layout, self.rank, self.config = layout, rank, config
+        self.program: Program | None = None
         self.compiled: CompiledProgram | None = None  # for the checkpoint of the last call of `inward`
+        self._auto = program == AUTO
         self._extra = rules_choice.read_rules(rules)
-        self._placement = language.text(layout)
+        self._go_through(None if isinstance(program, str) else program)
+
+    def _go_through(self, program: Program | None) -> None:
+        """Save and restore through another program, or none; forget what was worked out for the last one."""
+        self.program, self._placement = program, language.text(self.layout)
         self._saved: SavedPlaces | None = None
         if program is not None:
-            self._saved = SavedPlaces(program, layout, rank, config, self._extra)
+            self._saved = SavedPlaces(program, self.layout, self.rank, self.config, self._extra)
             self._placement = f"{self._placement} through program {program.name}".strip()
         self._counts = SharedCounts()
         self._groups: dict[str, Group] = {}
@@ -153,6 +161,12 @@ class DeclaredLayout:
         known = stored.specs.get(MODEL) or stored.specs.get(MASTER) or {}
         shapes = {name: shape for name, (_, shape) in known.items()}
         rules = rules_choice.choose(stored.config or self.config, known, self.layout, self._extra, shapes)
+        if self._auto:
+            second = rules.aliases()
+            names = [name for name in live.parameters if name not in second]
+            chosen = fitting_program(stored, names, self.config)
+            if (chosen and chosen.name) != (self.program and self.program.name):
+                self._go_through(chosen)
         if self.program is not None:
             assert self._saved is not None  # there is one for each program
             if self._saved.learn(stored):
@@ -316,7 +330,7 @@ def declare(given: ParallelLayout, launch: Launch, assets: Mapping[str, bytes]) 
         )
     if config is None and rules_choice.CONFIG in assets:
         config = rules_choice.parse_config(assets[rules_choice.CONFIG], "the assets")
-    program = program_of(given.program)
+    program: Program | Literal["auto"] | None = "auto" if given.program == AUTO else program_of(given.program)
     if program is not None:
         remade.refuse_forms(wanted)
     return DeclaredLayout(wanted, launch.rank, config, given.rules, program)

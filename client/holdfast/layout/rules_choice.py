@@ -17,7 +17,7 @@ from holdfast_formats.region import Shape
 
 PROGRAM_BYTES_MAX = 60_000
 
-ProgramSource = Program | Path | str | None  # a str is a program's text, the path of a .toml file, or a shipped one's name
+ProgramSource = Program | Path | str | None  # a str: a program's text, a .toml file's path, a shipped one's name
 
 
 def program_of(source: ProgramSource) -> Program | None:
@@ -64,7 +64,7 @@ class ParallelLayout(NamedTuple):
         rules: Extends the tables of architectures: a TOML file, or its contents.
         config: The model's config.json, if it is not among the assets.
         program: A mapping program: the tensors are those that it makes of the stored ones. Restores go through it, and
-            saves go back.
+            saves go back. "auto" chooses a built-in one when it restores a checkpoint with other names.
 
     Example:
         >>> Checkpointer("llama3-8b", state, layout=ParallelLayout("tp=4,pp=2", config=model.config.to_dict()))

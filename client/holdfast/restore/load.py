@@ -22,6 +22,7 @@ from holdfast.read.memory_load import Filled, fill
 from holdfast.read.overwrite_guard import OVERWRITTEN, Overwriting, unnoticed
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
+from holdfast.restore import program_hint
 from holdfast.restore.rank_values import RankState, state_of_rank
 from holdfast.state.exclusion import OwnPatterns
 from holdfast.state.masters import Masters
@@ -36,6 +37,7 @@ from holdfast_files.objects.traffic import RequestCount
 from holdfast_formats.disk import coded, state_json
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.layout import language
 from holdfast_formats.programs import remade
 from holdfast_formats.staging.average import GROUP as EMA
 
@@ -145,7 +147,8 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     if average is not None:  # the group is the daemon's: nothing live has it
         stored = stored._replace(specs={group: of for group, of in stored.specs.items() if group != EMA})
         groups = None if groups is None else set(groups) - {EMA}
-    restoration = state.prepare(stored, groups, *wanted[1:3], wanted.masters, wanted.cast, wanted.keep)
+    with program_hint.named(stored, reader, (layout and language.text(layout)) or f"dp={launch.world}"):
+        restoration = state.prepare(stored, groups, *wanted[1:3], wanted.masters, wanted.cast, wanted.keep)
     _check_assumed(state, reader.contents, {leaf.group for leaf in restoration.leaves})
 
     def fill_apart(leaves: Sequence[Leaf]) -> None:

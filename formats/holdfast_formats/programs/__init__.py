@@ -4,7 +4,7 @@ A program is a TOML file (docs/programs.md). `read_program` parses it; `compile_
 checkpoint and its config.json, which box of which tensor goes where.
 """
 
-from holdfast_formats.programs.choice import find, load, named_or_written, packaged
+from holdfast_formats.programs.choice import AUTO, find, fitting, load, named_or_written, packaged
 from holdfast_formats.programs.compilation import compile_program
 from holdfast_formats.programs.compiled import Becoming, CompiledProgram, DtypeChange, LostElements
 from holdfast_formats.programs.document import Program, read_program, statements_only
@@ -12,6 +12,7 @@ from holdfast_formats.programs.inversion import inverted
 from holdfast_formats.programs.operations import Ranks
 
 __all__ = [
+    "AUTO",
     "Becoming",
     "CompiledProgram",
     "DtypeChange",
@@ -20,6 +21,7 @@ __all__ = [
     "Ranks",
     "compile_program",
     "find",
+    "fitting",
     "inverted",
     "load",
     "named_or_written",

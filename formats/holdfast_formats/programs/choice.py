@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
+from holdfast_formats.mapping.listing import TensorKey
+from holdfast_formats.programs.compilation import compile_program
 from holdfast_formats.programs.document import Program, read_program
 from holdfast_formats.programs.inversion import inverted
+from holdfast_formats.tensors import TensorSpec
 
-_INVERSE = "-inverse"
+AUTO = "auto"  # the program that makes the live tensors of a checkpoint's
+_INVERSE, _WEIGHTS = "-inverse", "model"
+_EXPERTS = "hf-stacked"  # programs for experts, which most need who let one be chosen
 
 
 @cache
@@ -38,6 +44,11 @@ def named_or_written(given: str) -> Program:
 
 def written(name: str) -> str:
     """The text of a packaged program; `InvalidRequest` if there is none of this name."""
+    if name == AUTO:
+        raise InvalidRequest(
+            f"{AUTO!r} chooses a program by the tensors of a live state, which are unknown here",
+            hint=f"restore with layout=ParallelLayout(…, program={AUTO!r}), or use one of {', '.join(packaged())}",
+        )
     if name not in packaged():
         raise InvalidRequest(
             f"there is no program {name!r}", hint=f"use one of {', '.join(packaged())}, or a program's file"
@@ -65,11 +76,51 @@ def find(source: str, target: str, config: Mapping[str, Any]) -> Program:
     )
 
 
-def _model_type(config: Mapping[str, Any]) -> str:
-    nested = config.get("text_config")
-    named_kinds = [config.get("model_type"), nested.get("model_type") if isinstance(nested, Mapping) else None]
+def fitting(
+    specs: Mapping[TensorKey, TensorSpec], wanted: Collection[str], config: Mapping[str, Any] | None
+) -> Program | None:
+    """The program, or the inverse of one, that makes all `wanted` weights of a checkpoint with these tensors; None if none
+    does.
+
+    Only programs for config.json's model type are tried; without a known one, those that need no sizes.
+    """
+    weights = {key: spec for key, spec in specs.items() if key.group == _WEIGHTS}
     known = {kind for name in packaged() for kind in load(name).model_types}
-    kinds = [kind for kind in named_kinds if isinstance(kind, str)]
+    kinds = known.intersection(_model_types(config or {}))
+    for name in sorted(packaged(), key=lambda name: not name.startswith(_EXPERTS)):
+        program = load(name)
+        if kinds.intersection(program.model_types) or not (kinds or program.sizes):
+            for way in _ways(program):
+                if _makes(way, weights, wanted, config or {}):
+                    return way
+    return None
+
+
+def _ways(program: Program) -> Iterator[Program]:
+    yield program
+    with suppress(InvalidRequest):
+        yield inverted(program)
+
+
+def _makes(
+    program: Program, weights: Mapping[TensorKey, TensorSpec], wanted: Collection[str], config: Mapping[str, Any]
+) -> bool:
+    try:
+        made = {key.name for key in compile_program(program, weights, config).tensors}
+    except (InvalidRequest, LimitExceeded, StateMismatch):
+        return False
+    return made.issuperset(wanted)
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    known, kinds = {kind for name in packaged() for kind in load(name).model_types}, _model_types(config)
     if not kinds:
         raise InvalidRequest("config.json has no model_type", hint="name the program instead")
     return next((kind for kind in kinds if kind in known), kinds[0])
+
+
+def _model_types(config: Mapping[str, Any]) -> list[str]:
+    """The model types of a config.json and of its part for text."""
+    nested = config.get("text_config")
+    named = [config.get("model_type"), nested.get("model_type") if isinstance(nested, Mapping) else None]
+    return [kind for kind in named if isinstance(kind, str)]

@@ -16,9 +16,10 @@ import transformers
 from safetensors.numpy import load_file
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.programs import compile_program, find, inverted, load, packaged, read_program
+from holdfast_formats.programs import compile_program, find, fitting, inverted, load, packaged, read_program
 from holdfast_formats.programs.choice import written
 from holdfast_formats.programs.statements import parse_statements
+from holdfast_formats.tensors import TensorSpec
 from tests.formats.layout.rules.test_transformers import ERNIE, LATENT, SMALL
 from tests.formats.programs.arrays import Arrays, applied, key, same, specs
 from tests.formats.programs.reference_models import (
@@ -34,6 +35,9 @@ from tests.formats.programs.reference_models import (
 TINY = SMALL | {"num_hidden_layers": 2, "tie_word_embeddings": False}
 MIXED = {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 ALL_EXPERTS = MIXED | {"decoder_sparse_step": 1}
+ROUTED = {"n_routed_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+OLMOE = {"num_experts": 4, "num_experts_per_tok": 2}
+NEXT = {"shared_expert_intermediate_size": 40, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": TINY | {"attention_bias": False},
     "mistral": TINY | {"head_dim": 16, "sliding_window": None},
@@ -43,7 +47,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": TINY | ALL_EXPERTS | {"shared_expert_intermediate_size": 40},
     "qwen3_moe": TINY | ALL_EXPERTS | {"head_dim": 16},
     "mixtral": TINY | {"num_local_experts": 4},
+    "minimax": TINY | {"num_local_experts": 4, "head_dim": 8},
+    "phimoe": TINY | {"num_local_experts": 4},
+    "deepseek_v2": TINY | LATENT | {"q_lora_rank": 16},
     "deepseek_v3": TINY | LATENT | {"q_lora_rank": 16},
+    "glm4_moe": TINY | ROUTED,
+    "glm4_moe_lite": TINY | LATENT | {"q_lora_rank": 16},
+    "dots1": TINY | ROUTED | {"n_shared_experts": 1},
+    "olmoe": TINY | OLMOE,
+    "flex_olmo": TINY | OLMOE,
+    "hunyuan_v1_moe": TINY | {"num_experts": 4, "moe_topk": 2, "head_dim": 8, "attention_head_dim": 8},
+    "qwen3_next": TINY | ALL_EXPERTS | NEXT,
     "ernie4_5_moe": TINY | ERNIE,
 }
 
@@ -136,18 +150,31 @@ def test_the_logits_are_those_of_transformers(system: str, build: Build, kind: s
     assert model.logits.abs().max() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "ernie4_5_moe"])
+STACKED = [kind for name in packaged() if load(name).target == "hf-stacked" for kind in load(name).model_types]
+
+
+@pytest.mark.parametrize("kind", STACKED)
 def test_stacked_experts_are_those_that_transformers_holds(kind: str, folder: Path) -> None:
-    """Tensors of experts, as a checkpoint has them, are stacked as transformers itself does when it loads."""
+    """Every tensor of a checkpoint gets the name and the values that transformers itself gives it when it loads."""
     model = _saved(kind, folder)
     made = applied(compile_program(find("hf", "hf-stacked", model.config), specs(model.arrays), model.config), model.arrays)
     held = model.module.state_dict()
+    assert {each.name for each in made} == held.keys() != {each.name for each in model.arrays}
     for each, values in made.items():
-        if each.name in held:
-            np.testing.assert_array_equal(values, held[each.name].numpy())
-    assert {name for name in held if "experts." in name and "shared" not in name and "bias" not in name} <= {
-        k.name for k in made
-    }
+        np.testing.assert_array_equal(values, held[each.name].numpy())
+
+
+@pytest.mark.parametrize("kind", STACKED)
+def test_the_program_for_experts_is_found(kind: str, folder: Path) -> None:
+    """By the names that are there and those that are wanted, in both directions, with config.json and without."""
+    model = _saved(kind, folder)
+    apart, held = specs(model.arrays), model.module.state_dict()
+    fused = {key(name): TensorSpec("model", name, "F32", tuple(value.shape)) for name, value in held.items()}
+    for config in (model.config, None):
+        there, back = fitting(apart, held, config), fitting(fused, {each.name for each in apart}, config)
+        assert there is not None and there.target == "hf-stacked"
+        assert back is not None and back.target == "hf"
+    assert fitting(apart, ["another.weight"], model.config) is None
 
 
 TURNED = {
@@ -196,6 +223,8 @@ def test_a_program_that_does_not_exist_is_refused() -> None:
         find("hf", "paddle", {})
     with pytest.raises(InvalidRequest, match="there is no program 'x'"):
         load("x")
+    with pytest.raises(InvalidRequest, match="'auto' chooses a program by the tensors of a live state"):
+        load("auto")
     assert 'name = "hf-titan"' in written("hf-titan")
     assert load("hf-titan-inverse").statements == inverted(load("hf-titan")).statements
 
