@@ -9,7 +9,7 @@ from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import ForeignListing
 from holdfast_formats.rest.jobs import ReadOptions
-from holdfast_service.wings.convert.foreign import file_signs, leaving_out
+from holdfast_service.wings.convert.foreign import leaving_out, unread_kinds
 from holdfast_service.wings.convert.foreign.leaving_out import HidingFiles
 
 
@@ -58,9 +58,4 @@ def choose(source: Files, wanted: str | None, kinds: tuple[ForeignKind, ...], le
             f"the directory may be {' or '.join(kind.title for kind in fitting)}",
             hint=f"choose one: --from {fitting[0].name}, or --from {fitting[1].name}",
         )
-    names = files.list("")
-    packed = next((archive for name in names if (archive := file_signs.archive(name))), None)
-    raise StateMismatch(
-        f"no known kind of checkpoint has these files: {', '.join(names[:8]) or 'none'}{' …' if len(names) > 8 else ''}",
-        hint=packed or f"known kinds: {', '.join(kind.title for kind in kinds)}",
-    )
+    raise unread_kinds.refuse(files, (kind.title for kind in kinds))
