@@ -19,7 +19,7 @@ FILES_SHOWN = 40
 Source = Annotated[
     str,
     typer.Argument(
-        metavar="SRC", help="Source directory. With a daemon of another user or machine: a path below its --export-root."
+        metavar="SRC", help="Source directory or file. With a daemon of another user or machine: below its --export-root."
     ),
 ]
 Wanted = Annotated[str, typer.Argument(metavar="RUN@STEP", help="Run and step of the new checkpoint.")]

@@ -33,8 +33,7 @@ from holdfast_service.control.checkpoints.run_files import RunFile, write_run_fi
 from holdfast_service.control.nodes import OneNode
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.progress import Quiet
-from holdfast_service.storage import PosixStore, PosixTier
-from holdfast_service.wings.convert.jobs import open_source
+from holdfast_service.storage import PosixStore
 from tests.checkpoints import build, flip
 from tests.crash import test_replacements
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies
@@ -446,14 +445,6 @@ def test_what_could_only_fail_is_no_job(
     transfers.check(ExportJob(run=RUN, step=5, arguments={"to": "x"}))
     sound = {"from": "hf", "kind": "hf", "as_is": False, "dry_run": True}
     transfers.check(ImportJob(run=RUN, step=6, arguments=sound))
-
-
-def test_a_source_has_to_be_a_directory(tmp_path: Path) -> None:
-    """A missing directory is not made."""
-    with pytest.raises(InvalidRequest):
-        open_source(tmp_path / "missing")
-    assert not (tmp_path / "missing").exists()
-    assert isinstance(open_source(tmp_path), PosixTier)
 
 
 def test_a_repair(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:

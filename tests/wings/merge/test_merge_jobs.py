@@ -34,7 +34,7 @@ from holdfast_service.daemon.copying.progress import Quiet
 from holdfast_service.storage import PosixTier
 from holdfast_service.wings.convert import importing
 from holdfast_service.wings.convert.import_jobs import Importer
-from holdfast_service.wings.convert.jobs import open_source
+from holdfast_service.wings.convert.sources import open_source
 from holdfast_service.wings.merge import merged_tensor
 from holdfast_service.wings.merge.merge_jobs import Merger
 from tests.daemon.copies_world import CopiesWorld, copies_world

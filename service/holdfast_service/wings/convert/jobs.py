@@ -15,9 +15,9 @@ from holdfast_formats.root_files import check_local, check_output_place
 from holdfast_service.control.jobs.runner import JobKind
 from holdfast_service.daemon.copying.progress import Progress
 from holdfast_service.daemon.job_workers import Workers
-from holdfast_service.storage import Tier, hub_snapshot, tier_at
+from holdfast_service.storage import Tier, tier_at
+from holdfast_service.wings.convert import sources
 from holdfast_service.wings.convert.export_jobs import Exporter
-from holdfast_service.wings.convert.foreign import file_signs
 from holdfast_service.wings.convert.foreign.kinds import kind_named
 from holdfast_service.wings.convert.foreign.known_kinds import KINDS
 from holdfast_service.wings.convert.foreign_export import check_terms
@@ -31,7 +31,7 @@ def jobs(workers: Workers) -> dict[str, JobKind]:
     importer, exporter = Importer(control), Exporter(control)
 
     def check_import(wanted: ImportJob) -> None:
-        place.reach(wanted.arguments.source)
+        place.source(wanted.arguments.source)
         if wanted.arguments.kind not in (None, OURS):
             kind_named(wanted.arguments.kind, KINDS)
         check_new(workers, wanted)
@@ -79,11 +79,8 @@ class JobDirectories:
         self._place = place
 
     def source(self, below: str) -> Files:
-        """A directory below `place`, or a snapshot in a hub's cache there."""
-        source: Files = self.reach(below)
-        if self._place is not None and below.count("/"):  # else a hub's blobs would be outside `place`
-            source = hub_snapshot.opened(self._place / below)
-        return source
+        """A directory or file below `place`; `InvalidRequest` if there is neither a file nor a directory with some."""
+        return sources.open_below(self._checked(), below)
 
     def target(self, to: str) -> Tier:
         """`place`, if an export's target may be there."""
@@ -93,14 +90,6 @@ class JobDirectories:
         check_output_place(place / to)
         return tier_at(place)
 
-    def reach(self, below: str = "") -> Tier:
-        """The directory `place`, or one with files below it; `InvalidRequest` if it does not exist."""
-        path = self._checked()
-        place = tier_at(path)
-        if below and not place.list(below):
-            raise InvalidRequest(f"there is no directory {below!r} with files below the export root", hint="check the path")
-        return tier_at(path / below) if below else place
-
     def _checked(self) -> Path:
         if self._place is None:
             raise InvalidRequest(
@@ -109,21 +98,3 @@ class JobDirectories:
                 "with --export-root DIR",
             )
         return self._place
-
-
-def check_directory(path: Path) -> None:
-    """`InvalidRequest` for what is no directory, with what to do with a file."""
-    if path.is_dir():
-        return
-    if not path.exists():
-        raise InvalidRequest(f"there is no directory {path}", hint="check the path")
-    hint = (
-        file_signs.archive(path.name) or "put it into a directory with its config.json and tokenizer, and pass the directory"
-    )
-    raise InvalidRequest(f"{path} is a file, not a directory", hint=hint)
-
-
-def open_source(path: Path) -> Files:
-    """A directory to import from, including a snapshot in a hub's cache; `InvalidRequest` if it is not a directory."""
-    check_directory(path)
-    return hub_snapshot.opened(path.resolve())

@@ -18,7 +18,8 @@ from holdfast_service.wings.convert.export_jobs import Exporter, ExportWork
 from holdfast_service.wings.convert.foreign_export import check_terms
 from holdfast_service.wings.convert.import_jobs import Importer, foretold
 from holdfast_service.wings.convert.importing import OURS
-from holdfast_service.wings.convert.jobs import check_directory, check_idle, open_source
+from holdfast_service.wings.convert.jobs import check_idle
+from holdfast_service.wings.convert.sources import check_source, open_source
 
 
 def bring(work: RootWork, job: ImportJob, progress: Progress) -> dict[str, Any]:
@@ -54,9 +55,9 @@ def convert(wanted: ConvertArguments, progress: Progress) -> dict[str, Any]:
     check_local(wanted.to)
     if is_address(wanted.source):
         return _of_bucket(wanted, progress)
-    check_directory(Path(wanted.source))
-    source, target = Path(wanted.source).resolve(), Path(wanted.to).absolute()
-    if target.resolve().is_relative_to(source):
+    check_source(Path(wanted.source))
+    source, target = Path(wanted.source), Path(wanted.to).absolute()
+    if target.resolve().is_relative_to(source.resolve()):
         raise InvalidRequest(f"{wanted.to} is inside the checkpoint", hint="choose another directory")
     exporting.check_name(target.name)
     check_output_place(target)

@@ -19,7 +19,8 @@ from holdfast_service.daemon.copying.progress import Progress
 from holdfast_service.daemon.job_workers import Workers
 from holdfast_service.wing import RootWork
 from holdfast_service.wings.convert.import_jobs import Importer
-from holdfast_service.wings.convert.jobs import JobDirectories, check_idle, check_new, open_source
+from holdfast_service.wings.convert.jobs import JobDirectories, check_idle, check_new
+from holdfast_service.wings.convert.sources import open_source
 from holdfast_service.wings.merge.planning import names_of, plan_merge
 from holdfast_service.wings.merge.recipe import MergeRecipe, read_recipe
 from holdfast_service.wings.merge.sources import ModelPlace, read_sources

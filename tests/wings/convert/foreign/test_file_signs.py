@@ -14,7 +14,7 @@ from holdfast_formats.rest.jobs import ReadOptions
 from holdfast_service.storage import hub_snapshot
 from holdfast_service.wings.convert.foreign.kinds import choose
 from holdfast_service.wings.convert.foreign.known_kinds import KINDS
-from holdfast_service.wings.convert.jobs import check_directory
+from holdfast_service.wings.convert.sources import check_source
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 123456\n".encode()
 PAGE = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head>" + b" " * 64
@@ -53,20 +53,12 @@ def test_what_stands_for_a_file(tmp_path: Path, name: str, data: bytes, said: st
     assert name in error.detail and said in error.detail and hint in error.hint
 
 
-def test_archives_and_files_in_place_of_a_directory(tmp_path: Path) -> None:
-    """What to do with an archive in a directory, and with a file that was named in place of one."""
+def test_archives(tmp_path: Path) -> None:
+    """What to do with an archive in a directory, and with one that was named in place of a directory."""
     (tmp_path / "model.nemo").write_bytes(b"x")
-    (tmp_path / "last.ckpt").write_bytes(b"x")
-    with pytest.raises(InvalidRequest, match=r"model\.nemo is a file, not a directory") as caught:
-        check_directory(tmp_path / "model.nemo")
+    with pytest.raises(InvalidRequest, match=r"model\.nemo is a file that holds others") as caught:
+        check_source(tmp_path / "model.nemo")
     assert "unpack it" in caught.value.hint
-    with pytest.raises(InvalidRequest, match=r"last\.ckpt is a file, not a directory") as caught:
-        check_directory(tmp_path / "last.ckpt")
-    assert "put it into a directory" in caught.value.hint
-    with pytest.raises(InvalidRequest, match="there is no directory"):
-        check_directory(tmp_path / "nothing")
-    check_directory(tmp_path)
-    (tmp_path / "last.ckpt").unlink()
     with pytest.raises(StateMismatch) as unknown:
         choose(hub_snapshot.opened(tmp_path), None, KINDS)
     assert "unpack it into a directory" in unknown.value.hint
