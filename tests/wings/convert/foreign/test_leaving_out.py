@@ -42,8 +42,8 @@ def left(listing: ForeignListing) -> dict[str, str]:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Path:
-    """A model beside an optimizer without names, an object, and values."""
-    optimizer = {"state": {0: {"m": torch.ones(9)}}, "param_groups": [{"params": [0, 1, 2, 3, 4]}]}
+    """A model beside an optimizer of other parameters, an object, and values."""
+    optimizer = {"state": {"gone": {"m": torch.ones(9)}}, "param_groups": [{"params": ["gone"]}]}
     value = {"state_dict": dict(WEIGHTS), "optimizer": optimizer, "cfg": {"made": Config(), "lr": 0.1}, "epoch": 3}
     torch.save(value, tmp_path / "run.pt")
     return tmp_path

@@ -110,18 +110,33 @@ _HALF = [{"params": [0]}, {"params": [1]}]
 
 
 @pytest.mark.parametrize(
+    "optimizer",
+    [
+        _state(1),
+        _state(3),
+        {**_state(2), "param_groups": _HALF},
+        {**_state(2), "state": {0: {"exp_avg": torch.ones(2)}}},
+        {**_state(2), "state": {n: {"exp_avg": torch.ones(3)} for n in (0, 1)}},
+        {**_state(2), "state": {n: {"step": torch.tensor(1.0)} for n in (0, 1)}},
+        _state(2, param_names=["a", "c"]),
+        _state(2, param_names=["a", "a"]),
+        _state(2, param_names=["a", ["b"]]),
+        _state(2, param_names=["a"]),
+    ],
+)
+def test_numbers_stay_where_names_are_not_certain(tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    """Another number, other shapes, several groups, names of nothing: a restore takes the live optimizer's names."""
+    listing = _read(tmp_path, {"model": {"a": torch.zeros(2), "b": torch.zeros(2)}, "optimizer": optimizer})
+    assert optimizer_state.is_numbered(listing.documents["optim"][optimizer_state.KEY])
+    kept = {key.name for key in listing.tensors if key.group == "optim"}
+    assert kept == {f"{number}/{kind}" for number, held in optimizer["state"].items() for kind in held}
+
+
+@pytest.mark.parametrize(
     ("optimizer", "said"),
     [
-        (_state(1), "which parameter each"),
-        (_state(3), "which parameter each"),
-        ({**_state(2), "param_groups": _HALF}, "which parameter each"),
-        ({**_state(2), "state": {0: {"exp_avg": torch.ones(2)}}}, "which parameter each"),
-        ({**_state(2), "state": {n: {"exp_avg": torch.ones(3)} for n in (0, 1)}}, "which parameter each"),
-        ({**_state(2), "state": {n: {"step": torch.tensor(1.0)} for n in (0, 1)}}, "which parameter each"),
-        (_state(2, param_names=["a", "c"]), "duplicate parameters, or some that the model lacks"),
-        (_state(2, param_names=["a", "a"]), "duplicate parameters"),
-        (_state(2, param_names=["a", ["b"]]), "duplicate parameters, or some that the model lacks"),
-        (_state(2, param_names=["a"]), "which parameter each"),
+        ({"state": {}, "param_groups": [{"params": ["a", "c"]}]}, "duplicate parameters, or some that the model lacks"),
+        ({"state": {}, "param_groups": [{"params": ["a", "a"]}]}, "neither names its parameters nor number"),
         ({**_state(2), "state": {5: {}}}, "neither names its parameters nor number"),
         ({**_state(2), "param_groups": [{"params": [1, 0]}]}, "neither names its parameters nor number"),
         ({**_state(2), "param_groups": [{"lr": 1}]}, "not a state dict that torch writes"),
@@ -130,7 +145,7 @@ _HALF = [{"params": [0]}, {"params": [1]}]
     ],
 )
 def test_what_is_not_certain(tmp_path: Path, optimizer: dict[str, Any], said: str) -> None:
-    """Another number, other shapes, several groups without names, names of nothing: refused by key, with what to do."""
+    """What torch does not write, and names of nothing: refused by key, with what to do."""
     weights = {"a": torch.zeros(2), "b": torch.zeros(2)}
     with pytest.raises(StateMismatch, match=said) as refused:
         _read(tmp_path, {"model": weights, "optimizer": optimizer})

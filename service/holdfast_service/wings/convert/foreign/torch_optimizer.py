@@ -2,7 +2,7 @@
 
 It numbers parameters in the optimizer's order, and has their names only if the optimizer was given them. Without names, one
 group of as many parameters as the model has tensors, each with state of that tensor's shape, must be `model.parameters()`.
-Anything else could have another order, and is refused.
+Anything else could have another order, and keeps its numbers (`trainers.numbered_optimizers`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ def is_state_dict(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {_STATE, _GROUPS}
 
 
-def read(value: Mapping[str, Any], weights: Sequence[ForeignTensor], file: str, key: str) -> TorchOptimizer:
-    """The optimizer under `key` of a file. `StateMismatch` if its parameters' names are not certain."""
+def read(value: Mapping[str, Any], weights: Sequence[ForeignTensor], file: str, key: str) -> TorchOptimizer | None:
+    """The optimizer under `key` of a file; None if its parameters have numbers, and their names are not certain.
+
+    `StateMismatch` for state that torch does not write, and for names that the model lacks.
+    """
     groups, state = value[_GROUPS], value[_STATE]
     fits = isinstance(groups, list) and isinstance(state, dict) and all(isinstance(held, dict) for held in state.values())
     if not fits or not all(isinstance(group, dict) and isinstance(group.get(_PARAMS), list) for group in groups):
@@ -58,10 +61,11 @@ def read(value: Mapping[str, Any], weights: Sequence[ForeignTensor], file: str, 
     else:
         names = _in_order(len(groups), labels, state, weights)
         note = f"the parameters of {key} have no names: they were matched to the model's by order, count and shape"
-    if not names or len(names) != len(labels):
-        raise refused(file, key, "does not record to which parameter each state belongs")
     known = {tensor.spec.name: tensor for tensor in weights}
-    if len(set(map(str, names))) != len(names) or not all(isinstance(name, str) and name in known for name in names):
+    certain = len(set(map(str, names))) == len(labels) and all(isinstance(name, str) and name in known for name in names)
+    if not certain or len(names) != len(labels):
+        if numbered:
+            return None
         raise refused(file, key, "has duplicate parameters, or some that the model lacks")
     hyper = [
         {str(kind): torch_values.plain(one, file, key) for kind, one in group.items() if kind not in (_PARAMS, _NAMES)}

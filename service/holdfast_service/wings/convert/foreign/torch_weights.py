@@ -25,6 +25,8 @@ from holdfast_service.wings.convert.foreign.hugging_face import TakenTensors
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.foreign.pickles import read_torch
 from holdfast_service.wings.convert.foreign.pruned_values import PrunedValue
+from holdfast_service.wings.convert.foreign.trainers import numbered_optimizers
+from holdfast_service.wings.convert.foreign.trainers.numbered_optimizers import HeldOptimizer
 
 GROUP = "model"
 EXTRA_GROUP = "extra"
@@ -117,7 +119,11 @@ def _with_values(files: Files, listing: ForeignListing, beside: Mapping[Any, Any
     for key, held in optimizers[:1]:
         try:
             optimizer = torch_optimizer.read(held, weights, file, key)
+            if optimizer is None:
+                numbered_optimizers.collect(gathered, [HeldOptimizer(held, file)], optimizer_state.KEY)
+                continue
         except Refused as error:
+            gathered.take_back(listing.tensors)
             refused.append(RefusedPart(key, error, optimizer_state.GROUP))
             continue
         gathered.tensors.update((tensor.key, tensor) for tensor in optimizer.tensors)

@@ -34,18 +34,20 @@ class HeldOptimizer(NamedTuple):
     file: str
 
 
-def collect(gathered: GatheredListing, held: Sequence[HeldOptimizer]) -> int | None:
-    """Add the tensors and the document of these optimizers, numbered one after the other. Returns the most steps that a
-    parameter has taken, if the state counts them. `StateMismatch` for anything that torch does not write.
+def collect(gathered: GatheredListing, held: Sequence[HeldOptimizer], key: str = KEY) -> int | None:
+    """Add the tensors and the document `key` of these optimizers, numbered one after the other.
+
+    Returns the most steps that a parameter has taken, if the state counts them. `StateMismatch` for anything that torch
+    does not write.
     """
     groups: list[tuple[list[str], Mapping[str, Any]]] = []
-    numbered, first = _Numbered(gathered), 0
+    numbered, first = _Numbered(gathered, key), 0
     for value, file in held:
         if not torch_optimizer.is_state_dict(value):
             raise _refused(file, "is not a state dict that torch writes")
         labels = _labels(value, file)
         for group in value[_GROUPS]:
-            place = ValuePlace(file, optimizer_state.GROUP, f"{KEY}/groups/{len(groups)}")
+            place = ValuePlace(file, optimizer_state.GROUP, f"{key}/groups/{len(groups)}")
             hyper = {str(k): numbered.json(one, place, str(k)) for k, one in group.items() if k not in (_PARAMS, _NAMES)}
             groups.append(([str(first + label) for label in group[_PARAMS]], hyper))
         for label, kept in value[_STATE].items():
@@ -54,7 +56,7 @@ def collect(gathered: GatheredListing, held: Sequence[HeldOptimizer]) -> int | N
     document = {**optimizer_state.document(groups), optimizer_state.NUMBERED: True}
     document["state"] = json_values.ordered({name: json_values.ordered(held) for name, held in numbered.values.items()})
     document["masters"] = json_values.ordered(numbered.masters)
-    gathered.document(optimizer_state.GROUP, KEY, document)
+    gathered.document(optimizer_state.GROUP, key, document)
     if first:
         gathered.notes.append(
             f"the optimizer numbers its {first} parameters: a restore gives them the names of the live optimizer's, in order"
@@ -65,11 +67,11 @@ def collect(gathered: GatheredListing, held: Sequence[HeldOptimizer]) -> int | N
 class _Numbered:
     """Collects the state of parameters by number."""
 
-    def __init__(self, gathered: GatheredListing) -> None:
+    def __init__(self, gathered: GatheredListing, key: str) -> None:
         self.values: dict[str, dict[str, Any]] = {}
         self.masters: dict[str, list[str]] = {}
         self.steps: int | None = None
-        self._gathered = gathered
+        self._gathered, self._key = gathered, key
 
     def add(self, number: str, kept: Mapping[Any, Any], file: str) -> None:
         for kind, value in kept.items():
@@ -81,7 +83,7 @@ class _Numbered:
                 step = scalar(TensorKey(optimizer_state.GROUP, f"{number}/{kind}"), float(value))
                 self._gathered.tensors[step.key] = step
             elif not isinstance(value, PickledArray):
-                place = ValuePlace(file, optimizer_state.GROUP, f"{KEY}/state/{number}")
+                place = ValuePlace(file, optimizer_state.GROUP, f"{self._key}/state/{number}")
                 self.values.setdefault(number, {})[kind] = self.json(value, place, kind)
             elif kind in optimizer_state.MASTER_KEYS:
                 self.masters.setdefault(kind, []).append(number)
