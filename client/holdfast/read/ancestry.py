@@ -15,6 +15,7 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import CheckpointId
 
 GENERATIONS_MAX = 8
+LEFT_OUT_SHOWN = 20
 _INDENT = "  "
 
 Origin = Mapping[str, Any]
@@ -43,6 +44,10 @@ def _lines(source: Source, origin: Origin, generation: int) -> Iterator[str]:
     indent = _INDENT * generation
     if origin.get("kind") != "merge":
         yield f"{indent}imported    from {origin.get('kind')}, {len(origin.get('files', ()))} files"
+        left = origin.get("left_out", ())
+        yield from (f"{indent}left out    {part.get('what')}: {part.get('reason')}" for part in left[:LEFT_OUT_SHOWN])
+        if len(left) > LEFT_OUT_SHOWN:
+            yield f"{indent}            and {len(left) - LEFT_OUT_SHOWN} more; --json lists them"
         return
     yield f"{indent}merged      by {origin.get('method')}, {origin.get('dialect')} dialect, seed {origin.get('seed')}, of"
     for model in origin.get("models", ()):

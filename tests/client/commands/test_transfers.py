@@ -116,6 +116,7 @@ def test_an_import_leaves_out_by_name(root: Path, tmp_path: Path, way: str) -> N
         "model/v (1 tensor, 12 B): --leave-out v",
     ):
         assert f"left out  {line}" in said.output
+    assert "left out    scheduler.pt: --weights-only" in call("show", "mine@3", "--root", root).output
     assert set(load_file(root / naming.checkpoint_path("mine", 3) / "model.safetensors")) == {"w"}
     converted = call("convert", source, tmp_path / "out", "--as", "hf", "--weights-only")
     assert converted.exit_code == 0 and "left out  optimizer.pt: --weights-only" in converted.output
