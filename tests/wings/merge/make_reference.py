@@ -32,8 +32,9 @@ REFERENCE = Path(__file__).with_name("reference.npz")
 
 
 def merged(case: Case, exact: bool = False) -> np.ndarray[Any, Any]:
-    """The result of mergekit's own method; `exact`: its sums of whole tensors, and dot products, are computed in float64."""
-    tensors = [torch.from_numpy(one) for one in inputs(case)]
+    """The result of mergekit's own method; `exact`: its sums of whole tensors, or all of it, are computed in float64."""
+    dtype = torch.float64 if exact and case.exact == "all" else torch.float32
+    tensors = [torch.from_numpy(one).to(dtype) for one in inputs(case)]
     method = registry.get(case.method)
     drawing = (number for number, one in enumerate(case.models) if one.get("density", 1.0) < 1)
 
@@ -50,9 +51,9 @@ def merged(case: Case, exact: bool = False) -> np.ndarray[Any, Any]:
     if exact:
         torch.Tensor.sum = total  # type: ignore[method-assign, assignment]
     try:
-        root = None if case.method == "linear" else len(case.models)
+        root = len(case.models) if case.has_base else None
         group = base.TensorGroup.from_tensors(tensors, base_index=root, name=TENSOR)
-        return np.asarray(_called(method, group, case))
+        return np.asarray(_called(method, group, case).float())
     finally:
         torch.bernoulli, torch.Tensor.sum = kept, summed  # type: ignore[method-assign]
 
@@ -92,12 +93,12 @@ def published() -> dict[str, np.ndarray[Any, Any]]:
             zoo.put(place, animal)
         for name in sorted(RECIPES.keys() - DRAWN):
             for key, tensor in by_mergekit(text_of(name), place, place / name).items():
-                if any(word in key for word in SAMPLED):
+                if SAMPLED.search(key):
                     sampled[f"{name}/{key}"] = by_token(key, tensor.float().numpy(), place / name)
     return sampled
 
 
 if __name__ == "__main__":
-    exact = {f"{case.name} exact": merged(case, exact=True) for case in CASES if case.sums}
+    exact = {f"{case.name} exact": merged(case, exact=True) for case in CASES if case.exact}
     np.savez_compressed(REFERENCE, **{case.name: merged(case) for case in CASES}, **exact)
     np.savez_compressed(PUBLISHED, **published())

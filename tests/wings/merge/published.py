@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from holdfast_service.wings.merge.vocabulary import read_tokens
 
 THERE = Path(__file__).parent / "recipes"
 REFERENCE = Path(__file__).with_name("recipes.npz")  # make_reference.py makes it
-SAMPLED = ("embed_tokens", "lm_head", "model.norm", "o_proj", "input_layernorm")  # in the reference
+SAMPLED = re.compile(r"embed_tokens|lm_head|model\.norm|layers\.(0|7|13)\.(self_attn\.o_proj|input_layernorm)")
 
 
 class Made(NamedTuple):
@@ -28,15 +29,24 @@ class Made(NamedTuple):
 
 
 RECIPES: dict[str, Made] = {
+    "arcee-fusion": Made(),
     "breadcrumbs-ties": Made(),
     "chat-tokens": Made(rows=38, ulp=2),
     "dare-ties": Made(),
     "della": Made(),
     "interleaved": Made(layers=16),
+    "karcher": Made(ulp=6),
     "linear": Made(),
     "model-card": Made(),
+    "model-stock": Made(ulp=4),
+    "model-stock-by-rows": Made(ulp=16),  # rows whose task vectors are opposed amplify what F32 rounds
+    "multislerp": Made(ulp=4),
+    "nearswap": Made(),
+    "nuslerp": Made(ulp=8),
+    "nuslerp-of-tasks": Made(ulp=4),
     "one-module": Made(),
     "padded": Made(rows=48, ulp=1),
+    "sce": Made(ulp=4),
     "slerp-slices": Made(ulp=2),
     "slices-of-slerp": Made(layers=9, ulp=2),
     "stacked": Made(layers=10),
@@ -59,6 +69,7 @@ REFUSED: dict[str, tuple[int | None, str]] = {
     "a-revision": (4, "known keys"),
     "a-template-by-name": (6, "the template's text"),
     "a-token-of-another-model": (9, "models that are merged"),
+    "model-stock-with-weights": (7, "delete the line"),
     "experts": (4, "mergekit-moe"),
     "slerp-without-a-base": (None, "base_model"),
     "too-many-layers": (3, "at 8"),

@@ -9,6 +9,7 @@ from holdfast_service.wings.merge.averages import MeanTerms, SlerpTerms
 from holdfast_service.wings.merge.recipe import read_recipe
 from holdfast_service.wings.merge.settings import depths
 from holdfast_service.wings.merge.sparsifying import Sparsity
+from holdfast_service.wings.merge.spheres import SphereTerms
 from holdfast_service.wings.merge.task_vectors import TaskTerms
 
 TIES = """\
@@ -71,6 +72,7 @@ def test_the_dialect_of_paddle() -> None:
 
 
 LINEAR = "merge_method: linear\nmodels:\n  - model: a@1\n    parameters: {weight: 1}\n"
+KARCHER = "merge_method: karcher\nmodels: [{model: a@1}]\nparameters: {max_iter: STEPS}\n"
 SLICES = """\
 merge_method: linear
 slices:
@@ -103,7 +105,12 @@ WRONG = {
     "a path without a path": (LINEAR.replace("a@1", "{model: {revision: main}}"), 3, "path", ""),
     "a seed of mergekit's": (f"{LINEAR}random_seed: 3\n", 5, "random_seed", "`seed`"),
     "experts": (f"{LINEAR}experts: []\n", 5, "experts", "mergekit-moe"),
-    "a method of mergekit's": (LINEAR.replace("linear", "model_stock"), 1, "model_stock", "ties"),
+    "a method of mergekit's": (LINEAR.replace("linear", "ramplus_tl"), 1, "ramplus_tl", "ties"),
+    "a parameter that mergekit ignores": (LINEAR.replace("linear", "karcher"), 4, "weight", "delete the line"),
+    "half a step": (KARCHER.replace("STEPS", "2.5"), 3, "max_iter", ""),
+    "too many steps": (KARCHER.replace("STEPS", "1e6"), 3, "max_iter", ""),
+    "one model of two": (LINEAR.replace("linear", "nuslerp"), 2, "1 models", ""),
+    "another election": (TIES.replace("normalize: false", "elect: most"), 16, "elect", ""),
     "no method": (LINEAR.replace("linear", "linaer"), 1, "linaer", "linear"),
     "a parameter of another method": (f"{LINEAR}parameters:\n  density: 0.5\n", 6, "density", "weight"),
     "an unknown parameter": (LINEAR.replace("weight", "wieght"), 4, "wieght", "weight"),
@@ -161,6 +168,23 @@ def test_refused(text: str, what: str) -> None:
     with pytest.raises((InvalidRequest, LimitExceeded)) as refused:
         read_recipe(text)
     assert what in refused.value.detail
+
+
+def test_an_optional_base() -> None:
+    """It is subtracted if there is one, in the list or not."""
+    text = "{merge_method: multislerp, models: [{model: a@1}, {model: b@1}]BASE, parameters: {weight: 1}}"
+    for base, inputs in (("", "ab"), (", base_model: c@1", "abc"), (", base_model: a@1", "ba")):
+        recipe = read_recipe(text.replace("BASE", base))
+        assert [one.model[0] for one in recipe.inputs] == list(inputs)
+    found = recipe.terms("w", 0)
+    assert isinstance(found, SphereTerms) and found.models == 1
+
+
+def test_election_by_count() -> None:
+    """Paddle's: the sign that most models have."""
+    text = "{merge_method: ties, base_model: c@1, models: [{model: a@1}], parameters: {weight: 1, elect: count}}"
+    found = read_recipe(text).terms("w", 0)
+    assert isinstance(found, TaskTerms) and found.elect == "count"
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ from typing import NamedTuple, cast, get_args
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_service.wings.merge.averages import AloneTerms, MeanTerms, SlerpTerms
+from holdfast_service.wings.merge.differences import FusionTerms, NearTerms, SceTerms, StockTerms
 from holdfast_service.wings.merge.scanning import Terms
 from holdfast_service.wings.merge.sparsifying import Sparsification, Sparsity, Trim
-from holdfast_service.wings.merge.task_vectors import Dialect, Rescale, TaskTerms
+from holdfast_service.wings.merge.spheres import NuSlerpTerms, SphereTerms
+from holdfast_service.wings.merge.task_vectors import Dialect, Elect, Rescale, TaskTerms
 
 Value = float | bool | str
 Values = Mapping[str, Value]
@@ -47,12 +49,15 @@ class MergeParameter(NamedTuple):
             number = float("nan")
         if not abs(number) < float("inf"):
             raise ValueError("a finite number")
+        if self.kind is int and (number != int(number) or not 0 <= number <= _COUNT_MAX):
+            raise ValueError(f"a whole number from 0 to {_COUNT_MAX}")
         if self.name in _SHARES and not 0 <= number <= 1:
             raise ValueError("a number from 0 to 1")
         return number
 
 
-_SHARES = frozenset({"density", "gamma", "epsilon"})
+_SHARES = frozenset({"density", "gamma", "epsilon", "select_topk"})
+_COUNT_MAX = 10_000
 
 
 class MergedName(NamedTuple):
@@ -84,6 +89,7 @@ class Method(NamedTuple):
 
 
 WEIGHT = MergeParameter("weight", float, None, of_model=True)
+_WEIGHTS_MIN = 1e-6  # NuSLERP's: below, both models count the same
 SCALE = MergeParameter("scale", float, 1.0, of_model=True)
 
 
@@ -100,6 +106,40 @@ def _slerp(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms
 
 def _alone(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
     return AloneTerms(float(models[0]["scale"]))
+
+
+def _nuslerp(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
+    first, second = (float(one["weight"]) for one in models)
+    t = 0.5 if abs(first + second) < _WEIGHTS_MIN else second / (first + second)
+    along = "all" if shared["nuslerp_flatten"] else "columns" if shared["nuslerp_row_wise"] else "rows"
+    return NuSlerpTerms(t, along)
+
+
+def _multislerp(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
+    weights = tuple(float(one["weight"]) for one in models)
+    if shared["normalize_weights"]:
+        weights = _shares(weights, named)
+    return SphereTerms(named.tensor, len(models), weights, float(shared["eps"]))
+
+
+def _karcher(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
+    return SphereTerms(named.tensor, len(models), (), float(shared["tol"]), int(shared["max_iter"]))
+
+
+def _stock(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
+    return StockTerms(len(models), bool(shared["filter_wise"]))
+
+
+def _sce(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
+    return SceTerms(len(models), float(shared["select_topk"]))
+
+
+def _nearswap(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
+    return NearTerms(float(shared["t"]))
+
+
+def _fusion(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
+    return FusionTerms()
 
 
 class _Way(NamedTuple):
@@ -135,10 +175,9 @@ def _task(way: _Way) -> Callable[[MergedName, Values, Sequence[Values]], Terms]:
         trim = cast(Trim, _given(shared, "trim", "quantile" if paddle else "count"))
         sparsities = tuple(_sparsity(way, one, trim, named) for one in models)
         rescale = _rescale(way, shared, paddle)
-        scale = float(shared["lambda"])
-        return TaskTerms(
-            named.tensor, weights, sparsities, rescale, way.consensus, normalize, scale, named.seed, named.dialect
-        )
+        made = TaskTerms(named.tensor, weights, sparsities, rescale, way.consensus, normalize)
+        elect = cast(Elect, shared.get("elect", "sum"))
+        return made._replace(scale=float(shared["lambda"]), seed=named.seed, dialect=named.dialect, elect=elect)
 
     return terms
 
@@ -177,7 +216,9 @@ def _sparsity(way: _Way, values: Values, trim: Trim, named: MergedName) -> Spars
 
 def _of_tasks(way: _Way) -> Method:
     parameters = [WEIGHT, MergeParameter("normalize", bool, ""), MergeParameter("lambda", float, 1.0)]
-    parameters.append(MergeParameter("int8_mask", bool, False))  # only how mergekit holds a mask
+    parameters.append(_INT8_MASK)
+    if way.consensus:
+        parameters.append(MergeParameter("elect", str, "sum", words=get_args(Elect)))
     if way.how != "none":
         parameters.append(MergeParameter("density", float, 1.0, of_model=True))
         parameters.append(MergeParameter("rescale", bool, "", words=get_args(Rescale)))
@@ -191,12 +232,28 @@ def _of_tasks(way: _Way) -> Method:
     return Method(way.name, tuple(parameters), True, 1, 0, _task(way), dialects)
 
 
+_OF_MERGEKIT: tuple[Dialect, ...] = ("mergekit",)
+_INT8_MASK = MergeParameter("int8_mask", bool, False)  # only how mergekit holds a mask
+_T = MergeParameter("t", float, None)
+_NUSLERP = (WEIGHT, MergeParameter("nuslerp_flatten", bool, True), MergeParameter("nuslerp_row_wise", bool, False))
+_MULTISLERP = (WEIGHT, MergeParameter("normalize_weights", bool, True), MergeParameter("eps", float, 1e-8))
+_KARCHER = (MergeParameter("max_iter", int, 10), MergeParameter("tol", float, 1e-5))
+_STOCK = (MergeParameter("filter_wise", bool, False),)
+_SCE = (_INT8_MASK, MergeParameter("select_topk", float, 1.0))
+
 METHODS: dict[str, Method] = {
     one.name: one
     for one in (
         Method("linear", (WEIGHT, MergeParameter("normalize", bool, True)), False, 1, 0, _mean),
-        Method("slerp", (MergeParameter("t", float, None),), True, 1, 1, _slerp),
+        Method("slerp", (_T,), True, 1, 1, _slerp),
+        Method("nuslerp", _NUSLERP, False, 2, 2, _nuslerp, _OF_MERGEKIT, may_have_base=True),
+        Method("multislerp", _MULTISLERP, False, 1, 0, _multislerp, _OF_MERGEKIT, may_have_base=True),
+        Method("karcher", _KARCHER, False, 1, 0, _karcher, _OF_MERGEKIT),
         *map(_of_tasks, _WAYS),
-        Method("passthrough", (SCALE,), False, 1, 1, _alone, ("mergekit",)),
+        Method("model_stock", _STOCK, True, 2, 0, _stock, _OF_MERGEKIT),
+        Method("sce", _SCE, True, 1, 0, _sce, _OF_MERGEKIT),
+        Method("nearswap", (_T,), True, 1, 1, _nearswap, _OF_MERGEKIT),
+        Method("arcee_fusion", (), True, 1, 1, _fusion, _OF_MERGEKIT),
+        Method("passthrough", (SCALE,), False, 1, 1, _alone, _OF_MERGEKIT),
     )
 }

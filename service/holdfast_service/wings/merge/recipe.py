@@ -40,7 +40,7 @@ NOT_SUPPORTED = {
     "random_seed": "write `seed` instead",
     "experts": "Holdfast makes no mixture of experts of dense models: use mergekit-moe, and import its result",
 }
-_OF_MERGEKIT = ("arcee_fusion", "karcher", "model_stock", "multislerp", "nearswap", "nuslerp", "ram", "ramplus_tl", "sce")
+_OF_MERGEKIT = ("ram", "ramplus_tl")
 
 
 class MergeRecipe(NamedTuple):

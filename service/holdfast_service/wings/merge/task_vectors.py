@@ -19,6 +19,7 @@ from holdfast_service.wings.merge.sparsifying import Sparsity, ThinnedVector, me
 
 Rescale = Literal["l1", "density", "none"]
 Dialect = Literal["mergekit", "paddle"]
+Elect = Literal["sum", "count"]  # how the prevailing sign is found: of the sum, or of the number of models
 
 _DIVISOR_MIN = 1e-8
 _SAMPLE_BLOCKS, _SAMPLE_STEP = 4, 16  # a sample is every so many elements of some blocks
@@ -36,6 +37,7 @@ class TaskTerms(NamedTuple):
     scale: float = 1.0
     seed: int = 0
     dialect: Dialect = "mergekit"
+    elect: Elect = "sum"
 
     def begin(self, shape: tuple[int, ...]) -> TaskFormula:
         return TaskFormula(self, shape)
@@ -152,7 +154,7 @@ class TaskFormula:
 def _agreed(weighted: Sequence[Floats], terms: TaskTerms, space: Workspace) -> Floats:
     """The sum of the elements that have the sign of the sum, or their weighted mean, in the workspace."""
     mixed = _sum(weighted, space.floats("mixed", weighted[0].size))
-    inside = _agreeing(weighted, mixed)
+    inside = _agreeing(weighted, mixed, terms.elect)
     mixed = _sum([np.multiply(values, mask, out=values) for values, mask in zip(weighted, inside, strict=True)], mixed)
     if terms.normalize:
         divisors, part = (space.floats(name, mixed.size) for name in ("divisors", "part"))
@@ -169,7 +171,7 @@ def _paddle_mixed(weighted: Sequence[Floats], terms: TaskTerms, space: Workspace
     mixed = _sum(weighted, space.floats("mixed", weighted[0].size))
     if not terms.consensus:
         return mixed
-    inside = _agreeing(weighted, mixed)
+    inside = _agreeing(weighted, mixed, terms.elect)
     mixed = _sum([values * mask for values, mask in zip(weighted, inside, strict=True)], mixed)
     if terms.normalize:
         divisors = np.zeros(mixed.size, np.float64)
@@ -180,9 +182,10 @@ def _paddle_mixed(weighted: Sequence[Floats], terms: TaskTerms, space: Workspace
     return mixed
 
 
-def _agreeing(weighted: Sequence[Floats], together: Floats) -> list[Mask]:
-    """For each task vector, the elements that have the sign of the sum; if that is zero, the positive ones."""
-    positive = together >= 0
+def _agreeing(weighted: Sequence[Floats], together: Floats, elect: Elect) -> list[Mask]:
+    """For each task vector, the elements that have the prevailing sign; the positive ones, if none prevails."""
+    votes = together if elect == "sum" else np.sum([np.sign(values) for values in weighted], axis=0)
+    positive = votes >= 0
     negative = ~positive
     return [(values > 0) & positive | (values < 0) & negative for values in weighted]
 
