@@ -12,7 +12,7 @@ from holdfast_formats.files import Files
 from holdfast_service.wings.convert.foreign import torch_values
 from holdfast_service.wings.convert.foreign.pickles import PickledArray, PickledRecord, read_torch
 
-LATEST = "latest"
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 LATEST_BYTES_MAX = 512
 _TAG = re.compile(r"global_step\d+")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -27,6 +27,7 @@ _RECORDS = frozenset(
     )
 )
 _UNIVERSAL = "convert it with DeepSpeed's zero_to_fp32.py and import the weights, or continue with ZeRO only and save again"
+_OF_PARTS = "convert it, and import the result: python -m deepspeed.checkpoint.ds_to_universal --input_folder …"
 
 
 class ZeroFiles(NamedTuple):
@@ -65,7 +66,8 @@ def sort_out(files: Files, directory: str) -> ZeroFiles:
         path = join(directory, name)
         parallel = int((model or optimizer).group(2)) if model or optimizer else 0  # type: ignore[union-attr]
         if parallel:
-            raise refused(path, "belongs to a model trained with tensor parallelism, which cannot be imported")
+            what = "belongs to a model trained with tensor parallelism, whose parts only DeepSpeed joins"
+            raise refused(path, what, _OF_PARTS)
         if model:
             models[None if model[1] is None else int(model[1])] = name
         elif optimizer:
@@ -91,8 +93,22 @@ def sort_out(files: Files, directory: str) -> ZeroFiles:
     return ZeroFiles(directory, tuple(ordered), tuple(optimizers[rank] for rank in range(len(optimizers))))
 
 
+def is_model(name: str) -> bool:
+    return _MODEL.fullmatch(name) is not None
+
+
+def model_rank(name: str) -> int | None:
+    """The rank of a file of model states; None for one of all ranks."""
+    found = _MODEL.fullmatch(name)
+    return None if found is None or found[1] is None else int(found[1])
+
+
+def read_value(files: Files, path: str) -> Any:
+    return read_torch(files, path, _RECORDS)
+
+
 def read(files: Files, path: str) -> dict[str, Any]:
-    value = read_torch(files, path, _RECORDS)
+    value = read_value(files, path)
     if not isinstance(value, dict):
         raise refused(path, "does not have the content that DeepSpeed writes")
     return value

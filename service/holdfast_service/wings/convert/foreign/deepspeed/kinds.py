@@ -17,7 +17,7 @@ from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import torch_values
 from holdfast_service.wings.convert.foreign.computed import rounded
 from holdfast_service.wings.convert.foreign.deepspeed import files as zero_files
-from holdfast_service.wings.convert.foreign.deepspeed import unused_files, zero_partitions
+from holdfast_service.wings.convert.foreign.deepspeed import universal, unused_files, zero_partitions
 from holdfast_service.wings.convert.foreign.deepspeed.files import ZeroFiles, dict_in, flat, list_in, refused, shapes_in
 from holdfast_service.wings.convert.foreign.deepspeed.optimizer import (
     ZeroRank,
@@ -25,10 +25,12 @@ from holdfast_service.wings.convert.foreign.deepspeed.optimizer import (
     parameter_groups,
     rank_state,
 )
+from holdfast_service.wings.convert.foreign.deepspeed.universal import Universal
 from holdfast_service.wings.convert.foreign.deepspeed.zero_partitions import FlatParameter
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 
 GROUP = "model"
+_ROUNDED = "weights are the FP32 master copies, rounded to {}: the model states have none, or parts of them"
 _LEFT_OUT = "hyper-parameters are not imported: ZeRO 3 stores only those of one group, and the trainer keeps its own"
 
 
@@ -47,12 +49,15 @@ class _Saved(NamedTuple):
 
 def recognises(files: Files) -> bool:
     """A directory `global_stepN` with optimizer states by rank, or such a directory itself."""
-    return zero_files.tag(files) is not None
+    return zero_files.tag(files) is not None or universal.tag(files) is not None
 
 
 def read(files: Files, options: ReadOptions) -> ForeignListing:
     """The listing of the checkpoint in `latest`; `StateMismatch` and `CorruptManifest` by file and key."""
     directory = zero_files.tag(files)
+    whole = universal.tag(files) if directory is None else None
+    if whole is not None:
+        return _read_universal(files, universal.read(files, whole))
     if directory is None:
         raise refused(zero_files.LATEST, "does not name a directory with ZeRO optimizer states", "copy the whole checkpoint")
     saved = _read(files, zero_files.sort_out(files, directory))
@@ -74,6 +79,25 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     uses, assets = unused_files.uses(files, saved.held)
     step = torch_values.integer(saved.models[0], "global_steps", saved.model_path)
     return ForeignListing(KIND.name, listed, uses, documents, assets, tuple(notes), step)
+
+
+def _read_universal(files: Files, found: Universal) -> ForeignListing:
+    path = found.held.path(found.held.models[0])
+    if found.whole:
+        tensors, notes = universal.whole_weights(found), [_ROUNDED.format(found.dtype)]
+    else:
+        saved = _Saved(found.held, found.models, (), found.state.stage)
+        tensors, notes = _weights(saved, found.masters)
+    made = {one.key: one for one in (*tensors, *universal.optimizer_tensors(found))}
+    for tensor in made.values():
+        tensor.spec.check()
+    if found.state.stage == 3:
+        notes.append(_LEFT_OUT)
+    documents = unused_files.documents(found.models[0], found.state, path)
+    documents["optim"] = {optimizer_state.KEY: optimizer_state.document(found.groups)}
+    uses, assets = unused_files.uses(files, found.held, found.uses)
+    step = torch_values.integer(found.models[0], "global_steps", path)
+    return ForeignListing(KIND.name, made, uses, documents, assets, tuple(notes), step)
 
 
 def _read(files: Files, held: ZeroFiles) -> _Saved:

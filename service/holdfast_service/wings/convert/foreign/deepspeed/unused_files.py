@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import FileUse
 from holdfast_service.wings.convert.foreign import directories, hugging_face, json_values, torch_values
-from holdfast_service.wings.convert.foreign.deepspeed.files import LATEST, ZeroFiles, refused
+from holdfast_service.wings.convert.foreign.deepspeed.files import LATEST, LATEST_UNIVERSAL, ZeroFiles, refused
 from holdfast_service.wings.convert.foreign.deepspeed.optimizer import ZeroRank
 from holdfast_service.wings.convert.foreign.pickles import PickledGlobal
 
@@ -26,7 +26,7 @@ _SCRIPTS = {"zero_to_fp32.py": "DeepSpeed's own script", "zero_to_torch.py": "De
 _WEIGHTS = re.compile(
     r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?|.*\.(safetensors|bin)\.index\.json"
 )
-_OTHER_STEP = re.compile(r"global_step\d+")
+_OTHER_STEP = re.compile(r"global_step\d+(_universal)?")
 _RANDOM = re.compile(r"rng_state(_\d+)?\.pth|random_states_\d+\.pkl")
 
 
@@ -53,16 +53,18 @@ def documents(model: Mapping[str, Any], rank: ZeroRank, path: str) -> dict[str, 
     return {GROUP: made}
 
 
-def uses(files: Files, held: ZeroFiles) -> tuple[tuple[FileUse, ...], tuple[str, ...]]:
-    """The use of every file, and copied ones; `StateMismatch` for one that may hold more of the training."""
-    listed = [FileUse(held.path(name), "tensors") for name in (*held.models, *held.optimizers)]
-    own = {*held.models, *held.optimizers} if not held.directory else {held.directory}
+def uses(files: Files, held: ZeroFiles, universal: Sequence[FileUse] = ()) -> tuple[tuple[FileUse, ...], tuple[str, ...]]:
+    """The use of every file, and copied ones; those of a `universal` checkpoint are known. `StateMismatch` for a file that
+    may hold more of the training.
+    """
+    listed = [*universal] or [FileUse(held.path(name), "tensors") for name in (*held.models, *held.optimizers)]
+    own = {use.file.partition("/")[0] for use in listed} if not held.directory else {held.directory}
     names = [name for name in files.list("") if name not in own]
     assets = hugging_face.assets_of(files, [name for name in names if _plain(name)])
     for name in names:
         if name in assets:
             listed.append(FileUse(name, "asset"))
-        elif name == LATEST:
+        elif name in (LATEST, LATEST_UNIVERSAL):
             listed.append(FileUse(name, "signal", "the name of the newest checkpoint"))
         elif name in _SCRIPTS or name == "training_args.bin":
             listed.append(FileUse(name, "unused", _SCRIPTS.get(name, "the arguments of a trainer, as Python objects")))
@@ -83,6 +85,5 @@ def uses(files: Files, held: ZeroFiles) -> tuple[tuple[FileUse, ...], tuple[str,
 
 def _plain(name: str) -> bool:
     """Whether a file can be copied without interpreting it."""
-    return not (
-        name in (LATEST, *_SCRIPTS) or name.endswith((".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".index.json"))
-    )
+    known = name in (LATEST, LATEST_UNIVERSAL, *_SCRIPTS)
+    return not (known or name.endswith((".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".index.json")))
