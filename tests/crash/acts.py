@@ -15,7 +15,8 @@ from holdfast_formats.disk.packing import pack
 from holdfast_service.storage import posix
 from holdfast_service.storage.posix import PosixFile, PosixTier
 from holdfast_service.wings.convert import importing
-from holdfast_service.wings.convert.exports import dcp, paddle_flex, safetensors_files
+from holdfast_service.wings.convert.exports import dcp, safetensors_files
+from holdfast_service.wings.convert.exports.paddle import flex as paddle_flex
 
 FILE_BYTES = 100_000
 EXPORTED_FILE_BYTES = 4_000

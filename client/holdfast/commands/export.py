@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 LEFT_OUT_SHOWN = 20
 STDOUT = "-"
-KINDS = "hf, trainer, peft, diffusers, dcp, deepspeed-universal, gguf, paddle-uc, paddle-flex or paddle-lora"
+KINDS = (
+    "hf, trainer, peft, diffusers, dcp, deepspeed-universal, gguf, paddle-uc, paddle-flex, paddle-sharding-io or paddle-lora"
+)
 
 Target = Annotated[
     Path,

@@ -60,6 +60,7 @@ EXPORT_KINDS = {
     "gguf": "a GGUF file of llama.cpp",
     "paddle-uc": "a unified checkpoint of PaddleFormers",
     "paddle-flex": "a FlexCheckpoint of Paddle",
+    "paddle-sharding-io": "a checkpoint of Paddle's sharding_io",
     "paddle-lora": "a LoRA adapter of Paddle",
 }
 

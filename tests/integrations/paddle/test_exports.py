@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from itertools import product
@@ -15,6 +16,7 @@ import pytest
 
 from holdfast_service.wings.convert.exports import kinds
 from holdfast_service.wings.convert.exports.plan import ExportOptions
+from tests.daemons import free_port
 from tests.wings.convert.exports.sources import BETAS, llama, made, trained, values_of, write
 
 CONFIG: dict[str, Any] = {
@@ -127,3 +129,44 @@ def test_paddleformers_resumes_an_adapter(tmp_path: Path, how: str) -> None:
     assert len(powers) == 2 * len(adapter) and found.keys() - powers == expected.keys()
     for key, array in expected.items():
         assert np.array_equal(found[key], array), key
+
+
+def test_paddleformers_reshards(tmp_path: Path) -> None:
+    """Two ranks of sharding stage 1 resume from sharding_io: masters, moments and powers, in Paddle's own flat parts."""
+    weights = llama(hidden=16)
+    groups = trained(weights, step=3)
+    config = {**CONFIG, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+    assets = {"config.json": json.dumps(config).encode()}
+    source = made(tmp_path / "step", groups, assets=assets, ranks=values_of(list(weights)), step=3).source
+    plan = kinds.kind_named("paddle-sharding-io").plan(source, ExportOptions())
+    out = write(source, plan, tmp_path / "checkpoint-3")
+    places = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    common = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ENDPOINTS": ",".join(places), "PADDLE_DISTRI_BACKEND": "gloo"}
+    words = [sys.executable, "-m", "tests.integrations.paddle.sharded_loading", str(out), str(tmp_path / "held")]
+    ranks = []
+    for rank, place in enumerate(places):
+        own = {"PADDLE_TRAINER_ID": str(rank), "PADDLE_RANK_IN_NODE": str(rank), "PADDLE_CURRENT_ENDPOINT": place}
+        environment = {**os.environ, **common, **own}
+        ranks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    said = [process.communicate(timeout=600)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(one[-4000:] for one in said)
+    held = [dict(np.load(f"{tmp_path / 'held'}.{rank}.npz")) for rank in range(2)]
+
+    def whole(key: str, array: np.ndarray) -> np.ndarray:
+        parts = [one[key] for one in held if key in one]
+        return np.concatenate([part.reshape(-1) for part in parts])[: array.size].reshape(array.shape)
+
+    for name in weights:
+        for group, key, theirs in (
+            ("master", name, f"master:{name}"),
+            ("optim", f"{name}/exp_avg", f"optim:{name}/moment1_0"),
+            ("optim", f"{name}/exp_avg_sq", f"optim:{name}/moment2_0"),
+        ):
+            expected = _in_paddle(name, groups[group][key])
+            assert np.array_equal(whole(theirs, expected), expected), theirs
+        for number, beta in enumerate(BETAS, 1):
+            power = np.multiply.accumulate(np.full(4, np.float32(beta)))[-1:]
+            found = [
+                one[f"optim:{name}/beta{number}_pow_acc_0"] for one in held if f"optim:{name}/beta{number}_pow_acc_0" in one
+            ]
+            assert found and all(np.array_equal(one, power) for one in found)

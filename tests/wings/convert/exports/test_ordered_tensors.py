@@ -12,11 +12,13 @@ import pytest
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.mapping.optimizer_state import document
 from holdfast_formats.mapping.reading import elements
-from holdfast_service.wings.convert.exports import hugging_face, ordered_tensors, paddle_flex, paddle_unified
+from holdfast_service.wings.convert.exports import hugging_face, ordered_tensors
+from holdfast_service.wings.convert.exports.paddle import flex as paddle_flex
+from holdfast_service.wings.convert.exports.paddle import unified as paddle_unified
 from holdfast_service.wings.convert.exports.plan import ExportOptions
 from holdfast_service.wings.convert.exports.source import ExportSource
+from tests.wings.convert.exports.paddle.test_flex import load_pickle
 from tests.wings.convert.exports.sources import LLAMA, llama, made, trained, values_of, write
-from tests.wings.convert.exports.test_paddle_flex import load_pickle
 
 ASSETS = {"config.json": json.dumps(LLAMA).encode()}
 WEIGHTS = llama(layers=1)

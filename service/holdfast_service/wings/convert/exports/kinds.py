@@ -9,12 +9,10 @@ from holdfast_service.wings.convert.exports import (
     diffusers,
     gguf,
     hugging_face,
-    paddle_flex,
-    paddle_lora,
-    paddle_unified,
     peft,
     trainer,
 )
+from holdfast_service.wings.convert.exports.paddle import flex, lora, sharding_io, unified
 from holdfast_service.wings.convert.exports.plan import ExportKind
 
 KINDS: tuple[ExportKind, ...] = (
@@ -25,9 +23,10 @@ KINDS: tuple[ExportKind, ...] = (
     dcp.KIND,
     deepspeed_universal.KIND,
     gguf.KIND,
-    paddle_unified.KIND,
-    paddle_flex.KIND,
-    paddle_lora.KIND,
+    unified.KIND,
+    flex.KIND,
+    sharding_io.KIND,
+    lora.KIND,
 )
 NAMES: tuple[str, ...] = tuple(kind.name for kind in KINDS)
 

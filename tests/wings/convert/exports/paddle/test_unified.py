@@ -19,7 +19,7 @@ from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.rest.jobs import ReadOptions
 from holdfast_service.storage import PosixTier
-from holdfast_service.wings.convert.exports import paddle_unified
+from holdfast_service.wings.convert.exports.paddle import unified as paddle_unified
 from holdfast_service.wings.convert.exports.plan import ExportOptions
 from holdfast_service.wings.convert.foreign.paddle import unified
 from tests.checkpoints import Arrays

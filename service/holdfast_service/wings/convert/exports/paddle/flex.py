@@ -5,39 +5,30 @@ All of it is in Paddle's layout. The arrays' bytes are streamed; the opcodes aro
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from holdfast_formats.disk.packing import FILE_BYTES_MAX, natural_key
-from holdfast_formats.errors import StateMismatch
-from holdfast_formats.mapping.box_moves import MappedTensor
-from holdfast_formats.mapping.target_files import GrowingFile, TargetFile
+from holdfast_formats.mapping.target_files import TargetFile
 from holdfast_formats.rest.jobs import EXPORT_KINDS
-from holdfast_service.wings.convert.exports import paddle_state
 from holdfast_service.wings.convert.exports.hugging_face import configured
-from holdfast_service.wings.convert.exports.paddle_state import POWERS, PaddleState
-from holdfast_service.wings.convert.exports.paddle_trainer import FILES, trainer_files
+from holdfast_service.wings.convert.exports.paddle import state as paddle_state
+from holdfast_service.wings.convert.exports.paddle.pickled_arrays import Held, PickledArrays, around
+from holdfast_service.wings.convert.exports.paddle.state import POWERS, PaddleState
+from holdfast_service.wings.convert.exports.paddle.trainer import FILES, trainer_files
 from holdfast_service.wings.convert.exports.plan import ExportKind, ExportOptions, ExportPlan, small_file
-from holdfast_service.wings.convert.exports.safetensors_files import KnownTensor
 from holdfast_service.wings.convert.exports.source import ExportSource
 from holdfast_service.wings.convert.exports.tied_tensors import renamed
 from holdfast_service.wings.convert.foreign import pickle_writer
-from holdfast_service.wings.convert.foreign.pickle_writer import GlobalCall, MadeObject, NamedGlobal, ObjectKeys
-from holdfast_service.wings.convert.foreign.pickled.dtypes import NUMPY, TORCH_NAMES
+from holdfast_service.wings.convert.foreign.pickle_writer import MadeObject, NamedGlobal, ObjectKeys
+from holdfast_service.wings.convert.foreign.pickled.dtypes import TORCH_NAMES
 
 NAME = "paddle-flex"
 SETS = ("model_state", "optimizer_state", "master_weight")
 METADATA = "0.metadata"
 SIGNAL = "saved_signal_0"
 _PACKAGE = "paddle.distributed.flex_checkpoint.dcp.metadata"
-_RECONSTRUCT = GlobalCall(NamedGlobal("numpy.core.multiarray._reconstruct"), (NamedGlobal("numpy.ndarray"), (0,), b"b"))
-# Numpy's code of the stored array, by dtype; Paddle has these. bfloat16 is stored as its bits.
-_CODES = {"BF16": "u2", **{NUMPY[code]: code for code in ("f2", "f4", "f8", "i8", "i4", "i2", "i1", "u1", "b1")}}
-
 _NOT_FLAT = {"is_flattened": False, "flattened_range": None}
-
-Held = MappedTensor | KnownTensor
 
 
 def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
@@ -57,32 +48,16 @@ def array_files(directory: str, tensors: Iterable[Held], file_bytes_max: int = F
     """The arrays of a set in files of about `file_bytes_max` bytes, and the metadata with their places."""
     made: list[TargetFile] = []
     placed: list[_Placed] = []
-    file = _begun()
+    file = PickledArrays()
     for tensor in sorted(tensors, key=lambda one: natural_key(one.spec.name)):
-        before, after = _around(tensor)
+        before, _ = around(tensor.spec.name, tensor.spec)
         if file.has_tensors and file.bytes + len(before) + tensor.spec.nbytes > file_bytes_max:
-            made.append(_ended(file, directory, len(made)))
-            file = _begun()
-        file.put(before)
-        if isinstance(tensor, KnownTensor):
-            file.put(tensor.data)
-        else:
-            file.stream(tensor)
-        file.put(after)
+            made.append(file.ended().made(f"{directory}/{_name(len(made))}"))
+            file = PickledArrays()
+        file.put(tensor.spec.name, tensor)
         placed.append(_Placed(tensor, _name(len(made))))
-    metadata = pickle_writer.dumps(_metadata(placed))
-    return [*made, _ended(file, directory, len(made)), small_file(f"{directory}/{METADATA}", metadata)]
-
-
-def _begun() -> GrowingFile:
-    file = GrowingFile()
-    file.put(b"\x80\x04}")  # protocol 4, and an empty dict
-    return file
-
-
-def _ended(file: GrowingFile, directory: str, number: int) -> TargetFile:
-    file.put(b".")
-    return file.made(f"{directory}/{_name(number)}")
+    metadata = small_file(f"{directory}/{METADATA}", pickle_writer.dumps(_metadata(placed)))
+    return [*made, file.ended().made(f"{directory}/{_name(len(made))}"), metadata]
 
 
 def _name(number: int) -> str:
@@ -92,26 +67,6 @@ def _name(number: int) -> str:
 class _Placed(NamedTuple):
     tensor: Held
     file: str
-
-
-def _around(tensor: Held) -> tuple[bytes, bytes]:
-    """The opcodes before and after the bytes of an array, which becomes an item of the dict on the stack."""
-    spec = tensor.spec
-    if spec.dtype not in _CODES:
-        raise StateMismatch(f"{spec.name!r} is {spec.dtype}, which Paddle does not support", tensor=spec.name)
-    code = _CODES[spec.dtype]
-    order = "|" if code.endswith("1") else "<"
-    kind = _opcodes(GlobalCall(NamedGlobal("numpy.dtype"), (code, False, True)))
-    kind += _opcodes((3, order, None, None, None, -1, -1, 0)) + b"b"
-    size = spec.nbytes
-    length = b"B" + struct.pack("<I", size) if size < 2**32 else b"\x8e" + struct.pack("<Q", size)
-    state = b"(" + _opcodes(1) + _opcodes(tuple(spec.shape)) + kind + _opcodes(False) + length
-    return _opcodes(spec.name) + _opcodes(_RECONSTRUCT) + state, b"tbs"
-
-
-def _opcodes(value: Any) -> bytes:
-    """The opcodes that push the value: its pickle without the protocol and the stop. They use no memo of earlier ones."""
-    return pickle_writer.dumps(value)[2:-1]
 
 
 def _metadata(placed: Iterable[_Placed]) -> MadeObject:

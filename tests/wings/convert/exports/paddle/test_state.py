@@ -13,10 +13,11 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.box_moves import same
 from holdfast_formats.mapping.reading import elements
-from holdfast_service.wings.convert.exports import paddle_state, paddle_trainer
+from holdfast_service.wings.convert.exports.paddle import state as paddle_state
+from holdfast_service.wings.convert.exports.paddle import trainer as paddle_trainer
 from holdfast_service.wings.convert.exports.plan import ExportOptions, ExportPlan
+from tests.wings.convert.exports.paddle.test_flex import load_pickle
 from tests.wings.convert.exports.sources import LLAMA, llama, made, trained, values_of, write
-from tests.wings.convert.exports.test_paddle_flex import load_pickle
 
 WEIGHTS = llama(layers=1)
 ASSETS = {"config.json": json.dumps(LLAMA).encode()}

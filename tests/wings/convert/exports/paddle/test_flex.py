@@ -15,11 +15,11 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.box_moves import same
 from holdfast_formats.rest.jobs import ReadOptions
 from holdfast_service.storage import PosixTier
-from holdfast_service.wings.convert.exports import paddle_flex
+from holdfast_service.wings.convert.exports.paddle import flex as paddle_flex
 from holdfast_service.wings.convert.exports.plan import ExportOptions, ExportPlan
 from holdfast_service.wings.convert.foreign.paddle import flex
+from tests.wings.convert.exports.paddle.test_unified import check_equal
 from tests.wings.convert.exports.sources import LLAMA, llama, made, trained, values_of, write
-from tests.wings.convert.exports.test_paddle_unified import check_equal
 
 ASSETS = {"config.json": json.dumps(LLAMA).encode()}
 WEIGHTS = llama()

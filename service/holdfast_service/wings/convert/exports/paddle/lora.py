@@ -16,11 +16,11 @@ from holdfast_formats.mapping.box_moves import MappedTensor, same
 from holdfast_formats.mapping.committed_files import refuse_sub_byte
 from holdfast_formats.mapping.listing import ForeignTensor, is_of_rank
 from holdfast_formats.rest.jobs import EXPORT_KINDS
-from holdfast_service.wings.convert.exports import paddle_state
 from holdfast_service.wings.convert.exports.ordered_tensors import Arranged
-from holdfast_service.wings.convert.exports.paddle_state import KEPT, PaddleLayout, PaddleState, transposed
-from holdfast_service.wings.convert.exports.paddle_trainer import FILES, trainer_files
-from holdfast_service.wings.convert.exports.paddle_unified import training_files
+from holdfast_service.wings.convert.exports.paddle import state as paddle_state
+from holdfast_service.wings.convert.exports.paddle.state import KEPT, PaddleLayout, PaddleState, transposed
+from holdfast_service.wings.convert.exports.paddle.trainer import FILES, trainer_files
+from holdfast_service.wings.convert.exports.paddle.unified import training_files
 from holdfast_service.wings.convert.exports.peft import CONFIG as PEFT_CONFIG
 from holdfast_service.wings.convert.exports.peft import GROUPS
 from holdfast_service.wings.convert.exports.plan import (

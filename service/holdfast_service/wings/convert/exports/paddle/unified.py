@@ -8,10 +8,10 @@ from __future__ import annotations
 from holdfast_formats.mapping.box_moves import MappedTensor
 from holdfast_formats.mapping.target_files import TargetFile
 from holdfast_formats.rest.jobs import EXPORT_KINDS
-from holdfast_service.wings.convert.exports import paddle_state
 from holdfast_service.wings.convert.exports.hugging_face import configured
-from holdfast_service.wings.convert.exports.paddle_state import POWERS, PaddleState
-from holdfast_service.wings.convert.exports.paddle_trainer import FILES, trainer_files
+from holdfast_service.wings.convert.exports.paddle import state as paddle_state
+from holdfast_service.wings.convert.exports.paddle.state import POWERS, PaddleState
+from holdfast_service.wings.convert.exports.paddle.trainer import FILES, trainer_files
 from holdfast_service.wings.convert.exports.plan import ExportKind, ExportOptions, ExportPlan
 from holdfast_service.wings.convert.exports.safetensors_files import KnownTensor, shard_set
 from holdfast_service.wings.convert.exports.source import ExportSource

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.target_files import TargetFile
-from holdfast_service.wings.convert.exports.paddle_state import TRAINER_KEYS, PaddleState, parameter_groups
+from holdfast_service.wings.convert.exports.paddle.state import TRAINER_KEYS, PaddleState, parameter_groups
 from holdfast_service.wings.convert.exports.plan import small_file
 from holdfast_service.wings.convert.exports.source import ExportSource
 from holdfast_service.wings.convert.foreign import pickle_writer

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, StateMismatch
 from holdfast_formats.rest.jobs import ReadOptions
-from holdfast_service.wings.convert.exports import paddle_lora
+from holdfast_service.wings.convert.exports.paddle import lora as paddle_lora
 from holdfast_service.wings.convert.exports.plan import ExportOptions
 from holdfast_service.wings.convert.exports.source import of_listing
 from holdfast_service.wings.convert.foreign.paddle import lora
