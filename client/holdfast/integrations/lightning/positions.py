@@ -62,6 +62,8 @@ class _Saved(NamedTuple):
 class EpochPosition:
     """An entry of the state: each rank's position in its Trainer's training data."""
 
+    only_ours = True  # Lightning's own files have the counts of batches alone
+
     def __init__(self, trainer: Any, go_on: Callable[[], None]) -> None:
         self._trainer, self._fit, self._loop = trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._go_on_streams = go_on

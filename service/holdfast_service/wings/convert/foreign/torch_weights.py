@@ -25,12 +25,11 @@ from holdfast_service.wings.convert.foreign.hugging_face import TakenTensors
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.foreign.pickles import read_torch
 from holdfast_service.wings.convert.foreign.pruned_values import PrunedValue
-from holdfast_service.wings.convert.foreign.trainers import numbered_optimizers
+from holdfast_service.wings.convert.foreign.trainers import lightning, numbered_optimizers
 from holdfast_service.wings.convert.foreign.trainers.numbered_optimizers import HeldOptimizer
 
 GROUP = "model"
 EXTRA_GROUP = "extra"
-LIGHTNING = "optimizer_states"  # where Lightning keeps its optimizers, in a list
 INDEX = "pytorch_model.bin.index.json"
 NESTED = ("state_dict", "model_state_dict", "model", "module")  # keys under which programs put the model's
 _WEIGHTS = re.compile(r"pytorch_model(-(\d{5})-of-(\d{5}))?\.bin")
@@ -111,6 +110,8 @@ def read_file(files: Files, options: ReadOptions) -> ForeignListing:
 
 def _with_values(files: Files, listing: ForeignListing, beside: Mapping[Any, Any], file: str) -> ForeignListing:
     """The listing with an optimizer, tensors and plain values that are beside the model."""
+    if lightning.is_lightning(beside):
+        return lightning.with_values(files, listing, beside, file)
     optimizers = [(str(key), held) for key, one in beside.items() for held in _optimizers_in(key, one)]
     weights, refused = tuple(listing.tensors.values()), list(listing.refused)
     gathered = GatheredListing(files)
@@ -118,17 +119,10 @@ def _with_values(files: Files, listing: ForeignListing, beside: Mapping[Any, Any
     gathered.notes.extend(listing.notes)
     for key, held in optimizers[:1]:
         try:
-            optimizer = torch_optimizer.read(held, weights, file, key)
-            if optimizer is None:
-                numbered_optimizers.collect(gathered, [HeldOptimizer(held, file)], optimizer_state.KEY)
-                continue
+            numbered_optimizers.add(gathered, [HeldOptimizer(held, file)], weights, optimizer_state.KEY, key)
         except Refused as error:
             gathered.take_back(listing.tensors)
             refused.append(RefusedPart(key, error, optimizer_state.GROUP))
-            continue
-        gathered.tensors.update((tensor.key, tensor) for tensor in optimizer.tensors)
-        gathered.document(optimizer_state.GROUP, optimizer_state.KEY, optimizer.document)
-        gathered.notes.extend([optimizer.note] if optimizer.note else [])
     for key, _ in optimizers[1:]:
         why = torch_values.mismatch(file, key, f"has more than one optimizer: {key!r} is the second")
         refused.append(RefusedPart(key, why, optimizer_state.GROUP))
@@ -159,7 +153,7 @@ def _with_values(files: Files, listing: ForeignListing, beside: Mapping[Any, Any
 
 def _optimizers_in(key: Any, value: Any) -> list[Any]:
     """A value that is a torch optimizer's, or Lightning's list of one."""
-    held = value if key == LIGHTNING and isinstance(value, list) else [value]
+    held = value if key == lightning.OPTIMIZERS and isinstance(value, list) else [value]
     return [one for one in held if torch_optimizer.is_state_dict(one)]
 
 

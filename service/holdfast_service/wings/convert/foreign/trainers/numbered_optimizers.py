@@ -14,7 +14,7 @@ import numpy as np
 from holdfast_formats import dtypes
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.mapping import optimizer_state
-from holdfast_formats.mapping.listing import TensorKey
+from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import json_values, torch_optimizer, torch_values
 from holdfast_service.wings.convert.foreign.computed import scalar
@@ -32,6 +32,21 @@ class HeldOptimizer(NamedTuple):
 
     value: Any
     file: str
+
+
+def add(
+    gathered: GatheredListing, held: Sequence[HeldOptimizer], weights: Sequence[ForeignTensor], key: str, label: str = ""
+) -> None:
+    """Add these optimizers, if there are any, as the document `key`: a single one by the names of its parameters, if these
+    are certain, else by their numbers. `label` is its key in the file. Raises as `torch_optimizer.read` and `collect`.
+    """
+    named = torch_optimizer.read(held[0].value, weights, held[0].file, label or key) if len(held) == 1 else None
+    if named is not None:
+        gathered.tensors.update((tensor.key, tensor) for tensor in named.tensors)
+        gathered.document(optimizer_state.GROUP, key, named.document)
+        gathered.notes.extend([named.note] if named.note else [])
+    elif held:
+        collect(gathered, held, key)
 
 
 def collect(gathered: GatheredListing, held: Sequence[HeldOptimizer], key: str = KEY) -> int | None:
