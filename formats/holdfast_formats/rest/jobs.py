@@ -39,6 +39,7 @@ IMPORT_KINDS = {
     "accelerate": "a state that Accelerate saved",
     "diffusers": "a pipeline of diffusers",
     "deepspeed": "a DeepSpeed checkpoint with ZeRO",
+    "megatron-torch": "a checkpoint of Megatron-LM in files of its ranks",
     "hf-bin": "a Hugging Face model in pytorch_model.bin",
     "torch": "a state dict in a torch file",
     "gguf": "a GGUF file of llama.cpp",

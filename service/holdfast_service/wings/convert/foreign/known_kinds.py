@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast_service.wings.convert.foreign import diffusers, hugging_face, peft_adapter, torch_weights
+from holdfast_service.wings.convert.foreign import diffusers, hugging_face, megatron_ranks, peft_adapter, torch_weights
 from holdfast_service.wings.convert.foreign.dcp import kinds as dcp
 from holdfast_service.wings.convert.foreign.deepspeed import kinds as deepspeed
 from holdfast_service.wings.convert.foreign.gguf import kinds as gguf
@@ -17,6 +17,7 @@ KINDS: tuple[ForeignKind, ...] = (
     accelerate.KIND,
     diffusers.KIND,
     deepspeed.KIND,
+    megatron_ranks.KIND,
     torch_weights.DIRECTORY_KIND,
     torch_weights.FILE_KIND,
     gguf.KIND,
