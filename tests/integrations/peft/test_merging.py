@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
+from peft import PeftModel
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.daemon.copies_world import copies_world
-from tests.wings.merge.adapters.cases import CASES, AdapterCase
-from tests.wings.merge.adapters.make_reference import merge
+from tests.wings.merge.adapters.cases import CASES, COMBINATIONS, AdapterCase, CombinationCase
+from tests.wings.merge.adapters.make_reference import adapters, combine, merge
 from tests.wings.merge.adapters.test_applying import RECIPE, ulps
+from tests.wings.merge.adapters.test_combining import combined, recipe
 from tests.wings.merge.test_merge_jobs import MergeWorld
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns of ties, of embeddings that it saves, and of Conv1D
@@ -42,3 +46,26 @@ def test_every_kind(world: MergeWorld, monkeypatch: pytest.MonkeyPatch, case: Ad
     for name, array in wanted.items():
         largest = max(float(np.abs(one).max()) for one in (array, base.get(name, array)))
         assert ulps(found[name], array, 0 if exact else largest) <= (1 if exact else 2), name
+
+
+@pytest.mark.parametrize("case", COMBINATIONS, ids=lambda case: case.name)
+def test_every_combination(world: MergeWorld, case: CombinationCase) -> None:
+    """The adapter that add_weighted_adapter makes; by svd, its products. PEFT loads ours, and merges it as its own."""
+    place = world.place / "peft"
+    adapters(place)
+    combine(case, place)
+    for name in ("one", "two"):
+        (place / name).rename(world.place / f"tuned-{name}")
+    world.merge(recipe(case.method, case.weights, **case.words))
+    ours, theirs = (merged_by_peft(place / "base", adapter) for adapter in (world.path(), place / "combined"))
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert (value - theirs[name]).abs().max() <= 2e-6 * theirs[name].abs().max(), name
+    if case.method != "svd":
+        wanted = arrays(place / "combined")
+        assert all(ulps(array, wanted[name]) <= 1 for name, array in combined(world)[0].items())
+
+
+def merged_by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    return dict(PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict())

@@ -257,3 +257,24 @@ METHODS: dict[str, Method] = {
         Method("passthrough", (SCALE,), False, 1, 1, _alone, _OF_MERGEKIT),
     )
 }
+
+
+def _of_adapters(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
+    raise InvalidRequest(
+        f"the dialect peft combines adapters, and {named.tensor!r} is a tensor of a model", hint="write `group: adapter`"
+    )
+
+
+_DENSITY = MergeParameter("density", float, None)
+_MAJORITY = MergeParameter("majority_sign_method", str, "total", words=("total", "frequency"))
+# PEFT's `add_weighted_adapter`, by its `combination_type`; adapters/combining.py computes them.
+PEFT_METHODS: dict[str, Method] = {
+    name: Method(name, (WEIGHT, *parameters), False, 1, 0, _of_adapters, ("peft",))
+    for name, parameters in (
+        ("linear", ()),
+        ("cat", ()),
+        ("svd", (MergeParameter("rank", float, 0.0),)),
+        ("ties", (_DENSITY, _MAJORITY)),
+        ("magnitude_prune", (_DENSITY,)),
+    )
+}

@@ -36,7 +36,7 @@ class ScaleFactors:
     `measure` blocks by any thread; a tensor's masks are kept for the merge if they are not too long, a bit an element.
     """
 
-    def __init__(self, thinned: Sequence[bool], elements: int, dialect: Literal["mergekit", "paddle"]) -> None:
+    def __init__(self, thinned: Sequence[bool], elements: int, dialect: Literal["mergekit", "paddle", "peft"]) -> None:
         self._thinned, self._elements, self._dialect = thinned, elements, dialect
         self._kept: list[NDArray[np.uint8] | None] = [None] * len(thinned)
         self._factors: list[np.float32 | None] = [None] * len(thinned)

@@ -20,9 +20,10 @@ from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert import importing
 from holdfast_service.wings.convert.exports import hugging_face
 from holdfast_service.wings.convert.foreign import quantisation
+from holdfast_service.wings.convert.foreign.computed import rounded
 from holdfast_service.wings.convert.importing import Goal, PlannedImport
 from holdfast_service.wings.convert.mapping import MappedListing
-from holdfast_service.wings.merge.adapters import applying
+from holdfast_service.wings.merge.adapters import applying, combining
 from holdfast_service.wings.merge.adapters import config as adapter_config
 from holdfast_service.wings.merge.merged_tensor import merged
 from holdfast_service.wings.merge.recipe import DTYPES, GROUP, MergeRecipe
@@ -89,8 +90,11 @@ def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> Planne
     Raises `StateMismatch` and `InvalidRequest`, by tensor and model, for what does not fit the other models or the recipe.
     """
     models = {str(name): _model(name, sources, recipe.group) for name in recipe.inputs}
+    if recipe.dialect == "peft" and recipe.group in _ADAPTER_GROUPS:
+        return _plan_combination(recipe, models, sources, goal)
     if recipe.group in _ADAPTER_GROUPS:
-        _check_adapters(recipe, models, sources)
+        adapters = {one.name: one for one in _adapters(recipe, models, sources)}
+        applying.check_alike(adapters, recipe.inputs[0].model)
     heads = with_heads(models)
     alignment = _alignment(recipe, heads, sources)
     tensors, spaces, names = dict[TensorKey, ForeignTensor](), Workspaces(), set[str]()
@@ -115,14 +119,38 @@ def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> Planne
     return planned._replace(about=_about(recipe, sources))
 
 
-def _check_adapters(recipe: MergeRecipe, models: Mapping[str, Model], sources: MergeSources) -> None:
-    adapters = {
-        name.model: applying.AdapterParts(
-            name.model, _config(sources.source(name.model), sources), models[str(name)].tensors
-        )
+def _plan_combination(recipe: MergeRecipe, models: Mapping[str, Model], sources: MergeSources, goal: Goal) -> PlannedImport:
+    """Plan one adapter that is combined of several."""
+    read = combining.read(_adapters(recipe, models, sources))
+    names = {module: pair.low.spec.name for one in read for module, pair in one.pairs.items()}
+    values = {module: recipe.values(name, 0) for module, name in names.items()}
+    shared = next(iter(values.values()), ({}, []))[0]
+    how = combining.Combination(
+        recipe.method.name,
+        float(shared.get("density", 1.0)),
+        str(shared.get("majority_sign_method", "total")),
+        combining.rank_of(float(shared.get("rank", 0))),
+    )
+    weights = {module: [float(one["weight"]) for one in held] for module, (_, held) in values.items()}
+    made, tensors = combining.combined(read, how, weights), dict[TensorKey, ForeignTensor]()
+    for name, tensor in made.tensors.items():
+        key = TensorKey(recipe.out_group, name)
+        spec = TensorSpec(key.group, name, "F32", tensor.spec.shape)
+        tensors[key] = tensor._replace(spec=spec) if recipe.dtype is None else rounded(tensor, key, recipe.dtype)
+    files = ResultFiles(sources.source(recipe.assets_of.model), ())
+    files.put(adapter_config.NAME, made.config)
+    notes = [*_notes(recipe, sources, list(names.values())), f"{adapter_config.NAME} has the result's rank and scale"]
+    listing = _listing(recipe, sources, tensors, files)._replace(notes=tuple(notes))
+    wanted = MappedListing(tuple(same(tensor) for tensor in tensors.values()), {})
+    planned = importing.planned(sources.watched, listing, wanted, goal)
+    return planned._replace(about=_about(recipe, sources))
+
+
+def _adapters(recipe: MergeRecipe, models: Mapping[str, Model], sources: MergeSources) -> list[applying.AdapterParts]:
+    return [
+        applying.AdapterParts(name.model, _config(sources.source(name.model), sources), models[str(name)].tensors)
         for name in recipe.inputs
-    }
-    applying.check_alike(adapters, recipe.inputs[0].model)
+    ]
 
 
 def _untied(recipe: MergeRecipe, sources: MergeSources) -> bool:

@@ -19,7 +19,7 @@ from typing import NamedTuple, get_args
 from holdfast_formats.errors import CheckpointError, InvalidRequest
 from holdfast_formats.naming import check_group
 from holdfast_formats.near_names import did_you_mean
-from holdfast_service.wings.merge.methods import METHODS, MergedName, MergeParameter, Method, Value
+from holdfast_service.wings.merge.methods import METHODS, PEFT_METHODS, MergedName, MergeParameter, Method, Value
 from holdfast_service.wings.merge.recipe_document import Located, read_document
 from holdfast_service.wings.merge.recipe_models import ModelName, RecipeSlice, SliceReader, read_name, read_settings
 from holdfast_service.wings.merge.scanning import Terms
@@ -77,14 +77,20 @@ class MergeRecipe(NamedTuple):
 
         `InvalidRequest` for a missing parameter.
         """
+        return self.method.terms(MergedName(tensor, self.seed, self.dialect), *self.values(tensor, depth, part, sources))
+
+    def values(
+        self, tensor: str, depth: float, part: int = 0, sources: Sequence[str] = ()
+    ) -> tuple[Mapping[str, Value], list[Mapping[str, Value]]]:
+        """The parameters for a tensor: shared ones, and those of each model."""
         of = self.slices[part]
         names = sources or [tensor] * len(of.models)
         shared = {one.name: self._value(one, of.settings, tensor, depth) for one in self._parameters(False)}
-        models = [
+        models: list[Mapping[str, Value]] = [
             {one.name: self._value(one, (model.settings, *of.settings), name, depth) for one in self._parameters(True)}
             for model, name in zip(of.models, names, strict=False)
         ]
-        return self.method.terms(MergedName(tensor, self.seed, self.dialect), shared, models)
+        return shared, models
 
     def unused_filters(self, tensors: Sequence[str]) -> list[str]:
         settings = {
@@ -120,7 +126,8 @@ def read_recipe(text: str) -> MergeRecipe:
         if key in NOT_SUPPORTED:
             keys[key].refuse("is a mergekit key that Holdfast does not support", NOT_SUPPORTED[key])
     document.mapping(KEYS)
-    method = _method(_needed(document, keys, "merge_method"))
+    of_adapters = "dialect" in keys and keys["dialect"].value == "peft"
+    method = _method(_needed(document, keys, "merge_method"), PEFT_METHODS if of_adapters else METHODS)
     dialect = _dialect(keys.get("dialect"), method)
     base = read_name(keys["base_model"]) if "base_model" in keys else None
     settings = read_settings(keys["parameters"], method, True) if "parameters" in keys else {}
@@ -162,13 +169,15 @@ def _needed(document: Located, keys: Mapping[str, Located], name: str) -> Locate
     return keys[name]
 
 
-def _method(given: Located) -> Method:
+def _method(given: Located, methods: Mapping[str, Method]) -> Method:
     name = given.text()
     if name in _OF_MERGEKIT:
-        given.refuse(f"is {name!r}, a mergekit method that Holdfast does not support", f"one of {', '.join(METHODS)}")
-    if name not in METHODS:
-        given.refuse(f"is {name!r}, which is not a method", did_you_mean(name, METHODS, f"one of {', '.join(METHODS)}"))
-    return METHODS[name]
+        given.refuse(f"is {name!r}, a mergekit method that Holdfast does not support", f"one of {', '.join(methods)}")
+    if name in PEFT_METHODS and name not in methods:
+        given.refuse(f"is {name!r}, which combines adapters", "write `dialect: peft` and `group: adapter`")
+    if name not in methods:
+        given.refuse(f"is {name!r}, which is not a method", did_you_mean(name, methods, f"one of {', '.join(methods)}"))
+    return methods[name]
 
 
 def _dialect(given: Located | None, method: Method) -> Dialect:

@@ -18,7 +18,7 @@ from holdfast_service.wings.merge.selection import COLLECTED_MAX, magnitude_bits
 from holdfast_service.wings.merge.sparsifying import Sparsity, ThinnedVector, measured, rows_of
 
 Rescale = Literal["l1", "density", "none"]
-Dialect = Literal["mergekit", "paddle"]
+Dialect = Literal["mergekit", "paddle", "peft"]
 Elect = Literal["sum", "count"]  # how the prevailing sign is found: of the sum, or of the number of models
 
 _DIVISOR_MIN = 1e-8

@@ -83,3 +83,31 @@ CASES = (
     AdapterCase("a convolution", "vit", {"target_modules": ["projection", "query"]}),
     AdapterCase("a convolution with dora", "vit", {"target_modules": ["projection"], "use_dora": True}),
 )
+
+
+class CombinationCase(NamedTuple):
+    """Adapters `one` and `two` combined by `add_weighted_adapter`: its `combination_type`, and its other words."""
+
+    method: str
+    weights: tuple[float, ...] = (0.7, -0.4)
+    words: Mapping[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return " ".join(["combined", self.method, *map(str, self.words.values()), *["alone"] * (len(self.weights) == 1)])
+
+
+COMBINED: tuple[Mapping[str, Any], ...] = (
+    {"target_modules": ["q_proj", "up_proj", "embed_tokens"], "r": 4, "lora_alpha": 6},
+    {"target_modules": ["q_proj", "v_proj", "embed_tokens"], "r": 4, "lora_alpha": 9},
+)
+COMBINATIONS = (
+    CombinationCase("linear"),
+    CombinationCase("linear", (0.7,)),
+    CombinationCase("cat"),
+    CombinationCase("svd"),
+    CombinationCase("svd", words={"svd_rank": 6}),
+    CombinationCase("ties", words={"density": 0.6}),
+    CombinationCase("ties", words={"density": 0.6, "majority_sign_method": "frequency"}),
+    CombinationCase("magnitude_prune", words={"density": 0.3}),
+)

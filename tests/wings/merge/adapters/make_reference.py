@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
-from tests.wings.merge.adapters.cases import CASES, AdapterCase
+from tests.wings.merge.adapters.cases import CASES, COMBINATIONS, COMBINED, AdapterCase, CombinationCase
 
 REFERENCE = Path(__file__).with_name("reference.safetensors")
 _SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 20}
@@ -72,6 +72,31 @@ def merge(case: AdapterCase, place: Path, exact: bool = False) -> Merge:
     return made
 
 
+def adapters(place: Path) -> None:
+    """Save the adapters `one` and `two` of a small Llama, and the model."""
+    torch.manual_seed(6)
+    model = _model(CASES[0])
+    model.save_pretrained(place / "base")
+    for name, words in zip(("one", "two"), COMBINED, strict=True):
+        base = type(model).from_pretrained(place / "base")
+        trained = get_peft_model(base, LoraConfig(**{"init_lora_weights": False, **words}))
+        with torch.no_grad():
+            for value in trained.parameters():
+                if value.requires_grad:
+                    value.add_(torch.randn_like(value) * 0.1)
+        trained.save_pretrained(place / name, save_embedding_layers=False)
+
+
+def combine(case: CombinationCase, place: Path) -> None:
+    """Combine the adapters of `adapters` with PEFT, into the directory `combined`."""
+    model = type(_model(CASES[0])).from_pretrained(place / "base")
+    loaded, names = PeftModel.from_pretrained(model, place / "one", adapter_name="one"), ["one", "two"]
+    loaded.load_adapter(place / "two", "two")
+    chosen = names[: len(case.weights)]
+    loaded.add_weighted_adapter(chosen, list(case.weights), "combined", combination_type=case.method, **case.words)
+    loaded.save_pretrained(place, selected_adapters=["combined"], save_embedding_layers=False)
+
+
 def _model(case: AdapterCase) -> PreTrainedModel:
     words = dict(MODELS[case.model])
     config: PretrainedConfig = AutoConfig.for_model(words.pop("type"), **{**_TOKENS, **words})
@@ -102,4 +127,13 @@ if __name__ == "__main__":
                 (f"{one.name}/merged", made.merged / "config.json"),
             ):
                 configs[key] = json.dumps(json.loads(file.read_text()), separators=(",", ":"))
+    with tempfile.TemporaryDirectory() as place:
+        adapters(Path(place))
+        for name in ("one", "two"):
+            held |= {f"{name}/{key}": value for key, value in tensors(Path(place) / name).items()}
+            configs[name] = json.dumps(json.loads((Path(place) / name / "adapter_config.json").read_text()))
+        for combination in COMBINATIONS:
+            combine(combination, Path(place))
+            held |= {f"{combination.name}/{key}": value for key, value in tensors(Path(place) / "combined").items()}
+            configs[combination.name] = (Path(place) / "combined" / "adapter_config.json").read_text()
     save_file(held, REFERENCE, metadata=configs)
