@@ -147,7 +147,7 @@ def test_a_conversion_from_directory_to_directory(root: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (["missing", "out", "--as", "hf"], 2, "there is no directory missing"),
+        (["missing", "out", "--as", "hf"], 2, "there is no directory or file missing"),
         (["hf", "out", "--as", "onnx"], 2, "cannot export"),
         (["hf", "hf/out", "--as", "hf"], 2, "inside the checkpoint"),
         (["hf", "s3://bucket/out", "--as", "hf"], 2, "is a URL"),

@@ -37,7 +37,7 @@ def test_of_our_adapter(tmp_path: Path) -> None:
     assert found.counters == COUNTERS and found.client_state == {"epoch": 2, "step": (1,)}
     scaler = found.scale["loss_scaler"]
     assert isinstance(scaler, MadeObject) and scaler.state.keys() == SCALER.keys() | {"dtype"}
-    states = found.model_states
+    states = found.model_states("F32")
     assert states["lr_scheduler"] == {"last_batch_iteration": 4} and states["epoch"] == 2 and states["global_steps"] == 5
     assert found.notes == found.left_out == ()
 

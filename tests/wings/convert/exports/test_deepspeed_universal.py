@@ -9,15 +9,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, StateMismatch
 from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.rest.jobs import ReadOptions
 from holdfast_service.wings.convert.exports import deepspeed_universal
 from holdfast_service.wings.convert.exports.plan import ExportOptions
+from holdfast_service.wings.convert.exports.source import of_listing
+from holdfast_service.wings.convert.foreign.deepspeed import kinds
 from tests.wings.convert.exports.sources import llama, made, trained, values_of, write
+from tests.wings.convert.foreign.dcp.directories import DirectoryFiles, read
 
 WEIGHTS = llama(layers=1)
 GROUPS = trained(WEIGHTS)
@@ -135,3 +140,24 @@ def test_options_that_do_not_apply(tmp_path: Path, options: ExportOptions) -> No
     source = made(tmp_path / "step", GROUPS, ranks=values_of(list(WEIGHTS))).source
     with pytest.raises(InvalidRequest):
         deepspeed_universal.plan(source, options)
+
+
+def test_an_import_gives_it_back(tmp_path: Path) -> None:
+    """Weights (rounded masters), masters, moments and steps, bit for bit; and the export of that has the same tensors."""
+    rounded = {name: array.astype(ml_dtypes.bfloat16) for name, array in GROUPS["master"].items()}
+    groups = {**GROUPS, "model": rounded}
+    source = made(tmp_path / "step", groups, step=5, ranks=_values()).source
+    out = write(source, deepspeed_universal.plan(source, ExportOptions()), tmp_path / "out")
+    listing = kinds.KIND.read(DirectoryFiles(out), ReadOptions())
+    for group in ("master", "optim"):
+        held = {key.name for key in listing.tensors if key.group == group}
+        assert held == groups[group].keys()
+        for name in held:
+            assert read(out, listing, group, name).tobytes() == groups[group][name].tobytes(), name
+    for name, array in rounded.items():
+        assert read(out, listing, "model", name).tobytes() == array.tobytes(), name
+    again = of_listing(DirectoryFiles(out), listing)
+    second = write(again, deepspeed_universal.plan(again, ExportOptions()), tmp_path / "again")
+    for path in sorted((out / TAG / "zero").rglob("*.pt")):
+        if path.name != "optimizer_state.pt":
+            assert (second / path.relative_to(out)).read_bytes() == path.read_bytes(), path

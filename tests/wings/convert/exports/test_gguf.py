@@ -15,9 +15,13 @@ import numpy as np
 import pytest
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, StateMismatch
+from holdfast_formats.rest.jobs import ReadOptions
 from holdfast_service.wings.convert.exports import gguf, ordered_tensors
 from holdfast_service.wings.convert.exports.plan import ExportOptions
+from holdfast_service.wings.convert.exports.source import of_listing
+from holdfast_service.wings.convert.foreign.gguf import kinds
 from tests.wings.convert.exports.sources import Made, llama, made, trained, write
+from tests.wings.convert.foreign.dcp.directories import DirectoryFiles, read
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -166,3 +170,33 @@ def test_a_program_that_renames(tmp_path: Path) -> None:
     text = "name = 'p'\nfrom = 'a'\nto = 'b'\nstatements = '''\nhead.weight -> lm_head.weight\n* -> *\n'''"
     program = ordered_tensors.compiled(source, text)
     assert gguf.plan(source, ExportOptions(program=program)).tensors == len(WEIGHTS)
+
+
+@pytest.mark.parametrize("dtype", [None, "F32", "F16"])
+def test_an_import_gives_it_back(tmp_path: Path, dtype: str | None) -> None:
+    """The import of an export has its weights, vectors in F32; and the export of that is the same file."""
+    source = _made(tmp_path).source
+    out = write(source, gguf.plan(source, ExportOptions(dtype=dtype)), tmp_path / "out")
+    listing = kinds.KIND.read(DirectoryFiles(out), ReadOptions())
+    kind = {"F32": np.float32, "F16": np.float16, None: ml_dtypes.bfloat16}[dtype]
+    assert {key.name for key in listing.tensors} == WEIGHTS.keys()
+    for name, array in WEIGHTS.items():
+        found = read(out, listing, "model", name)
+        wanted = array.astype(kind if array.ndim > 1 else np.float32)
+        assert (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes()), name
+    again = of_listing(DirectoryFiles(out), listing)
+    second = write(again, gguf.plan(again, ExportOptions()), tmp_path / "again")
+    ours, theirs = _tensors(second / "model.gguf"), _tensors(out / "model.gguf")
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name].dtype, ours[name].tobytes()) == (one.dtype, one.tobytes()) for name, one in theirs.items())
+
+
+def test_a_gemma_comes_back(tmp_path: Path) -> None:
+    """One is added to its norms and taken away: those of bfloat16 lose nothing in F32."""
+    weights = {name: array for name, array in WEIGHTS.items() if name != "lm_head.weight"}
+    source = _made(tmp_path, {"model": weights}, {**CONFIG, "model_type": "gemma", "head_dim": 4}).source
+    out = write(source, gguf.plan(source, ExportOptions()), tmp_path / "out")
+    listing = kinds.KIND.read(DirectoryFiles(out), ReadOptions())
+    for name, array in weights.items():
+        found = read(out, listing, "model", name)
+        assert found.astype(np.float32).tobytes() == array.astype(np.float32).tobytes(), name

@@ -37,11 +37,12 @@ class DeepSpeedProgress(NamedTuple):
     notes: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
 
-    @property
-    def model_states(self) -> dict[str, Any]:
-        """The content of the file of model states. It has no weights: DeepSpeed reads none from there."""
+    def model_states(self, dtype: str) -> dict[str, Any]:
+        """The content of the file of model states, for weights of this dtype. It has none: DeepSpeed reads none there."""
+        section = {"BF16": "bf16", "F16": "fp16"}.get(dtype)
         known = {"module": {}, "buffer_names": [], "optimizer": None, "lr_scheduler": self.scheduler, "data_sampler": None}
         known |= {"random_ltd": None, "sparse_tensor_module_names": [], "dp_world_size": 1, "mp_world_size": 1}
+        known["ds_config"] = {} if section is None else {section: {"enabled": True}}
         return {**self.client_state, **known, **self.counters, "ds_version": VERSION}
 
 

@@ -43,6 +43,7 @@ NAME = "deepspeed-universal"
 LATEST = "latest_universal"
 GROUP = "zero"  # of the target's tensors
 STEP, MASTER = "step", "fp32"
+_STAGE = 1  # as which whole tensors are read by others; DeepSpeed itself asks for none here
 _NO_HYPER = ("params", "param_names")
 _FLOATS = ("F32", "BF16", "F16")
 _HINT = "export with --as dcp, which holds any state"
@@ -76,7 +77,9 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     step = _step(source, parameters)
     tag = f"global_step{progress.counters['global_steps']}_universal"
     files = [small_file(LATEST, tag.encode()), _state_file(tag, groups, progress, step)]
-    files += [_model_file(f"{tag}/{name}", progress) for name in (deepspeed_progress.MODEL, deepspeed_progress.MODEL_OF_3)]
+    dtypes = {arranged.group(weights.GROUP)[one.name].spec.dtype for one in parameters}
+    states = torch_zips.of_value(progress.model_states(dtypes.pop() if len(dtypes) == 1 else "F32"))
+    files += [small_file(f"{tag}/{name}", states) for name in (deepspeed_progress.MODEL, deepspeed_progress.MODEL_OF_3)]
     aliases: dict[str, list[str]] = {}
     for alias, name in source.ties(weights.GROUP).items() if options.program is None else ():
         aliases.setdefault(name, []).append(alias)
@@ -161,7 +164,7 @@ def _step(source: ExportSource, parameters: list[_Parameter]) -> np.ndarray[Any,
 def _state_file(tag: str, groups: list[_ParameterGroup], progress: DeepSpeedProgress, step: Any) -> TargetFile:
     """The groups as ZeRO 1 and 2 read them, and as ZeRO 3 does, which takes those of the first group for all."""
     hyper = [{**group.hyper, "params": [number]} for number, group in enumerate(groups)]
-    common = {"param_groups": hyper, "ds_version": VERSION, **progress.scale}
+    common = {"param_groups": hyper, "ds_version": VERSION, "zero_stage": _STAGE, **progress.scale}
 
     def within(count: Any) -> Any:
         return {**common, "optimizer_state_dict": {"state": {0: {STEP: count}}, "param_groups": hyper}}
@@ -176,10 +179,6 @@ def _known_file(name: str, step: Any, within: Callable[[Any], Any], otherwise: A
         return small_file(name, torch_zips.of_value(within(otherwise)))
     around, data = torch_zips.of_tensor(TensorSpec(GROUP, STEP, "F32", ()), within), step.tobytes()
     return small_file(name, around.head + data + around.tail(zlib.crc32(data)))
-
-
-def _model_file(name: str, progress: DeepSpeedProgress) -> TargetFile:
-    return small_file(name, torch_zips.of_value(progress.model_states))
 
 
 def _parameter_files(place: str, parameter: _Parameter, step: Any) -> list[TargetFile]:
