@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import random
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
+from safetensors import torch as safetensors_torch
 
 from holdfast_formats import naming
 from holdfast_formats.disk import manifests, safetensors, state_json
@@ -34,9 +38,11 @@ from holdfast_service.control.checkpoints import run_files
 from holdfast_service.daemon.arena import holder
 from holdfast_service.storage.memory import MemoryTier
 from holdfast_service.wings.convert.foreign.gguf import kinds as gguf
+from holdfast_service.wings.convert.foreign.trainers import trainer
 from tests.wings.convert.foreign.gguf.files import LLAMA as GGUF_METADATA
 from tests.wings.convert.foreign.gguf.files import encoded as gguf_file
 from tests.wings.convert.foreign.gguf.files import llama
+from tests.wings.convert.foreign.trainers import directories as trainers
 
 from .mutating import bytes_changed, framed, mutated
 
@@ -141,6 +147,37 @@ def _gguf(data: bytes) -> None:
     gguf.read(tier, ReadOptions())
 
 
+class _TorchFile(NamedTuple):
+    """A file of a Trainer's checkpoint: its pickle, which is changed, and the other members of its zip."""
+
+    name: str
+    pickle: bytes
+    members: dict[str, bytes]
+
+    @staticmethod
+    def of(name: str, value: Any) -> _TorchFile:
+        saved = io.BytesIO()
+        torch.save(value, saved)
+        with zipfile.ZipFile(saved) as members:
+            held = {path: members.read(path) for path in members.namelist()}
+        return _TorchFile(name, held.pop("archive/data.pkl"), held)
+
+    def parse(self, data: bytes) -> None:
+        made = io.BytesIO()
+        with zipfile.ZipFile(made, "w") as members:
+            for path, held in {"archive/data.pkl": data, **self.members}.items():
+                members.writestr(path, held)
+        tier = MemoryTier()
+        weights = {"w": torch.ones(2)}
+        for name, held in (
+            ("model.safetensors", safetensors_torch.save(weights, {"format": "pt"})),
+            ("trainer_state.json", b'{"global_step": 4}'),
+            (self.name, made.getvalue()),
+        ):
+            tier.replace(name, held)
+        trainer.KIND.read(tier, ReadOptions())
+
+
 def _segment() -> bytes:
     made = arena.geometry(2, 4096, 4096)
     memory = bytearray(made.segment_bytes)
@@ -184,7 +221,14 @@ _FILES = tuple(path.read_bytes() for path in sorted(GOLDEN.glob("*.safetensors")
 
 _GGUF = tuple(gguf_file(GGUF_METADATA, {name: one for name, one, _ in llama(dtype).values()}) for dtype in ("f4", "f2"))
 
+_TRAINER = (
+    _TorchFile.of("optimizer.pt", trainers.trained()[1].state_dict()),
+    _TorchFile.of("rng_state.pth", trainers.drawn()),
+    _TorchFile.of("scheduler.pt", trainers.trained()[2].state_dict()),
+)
+
 PARSERS = (
+    *(Parser(f"trainer-{one.name.partition('.')[0]}", one.parse, (one.pickle,), bytes_changed) for one in _TRAINER),
     Parser("gguf", _gguf, _GGUF, bytes_changed),
     Parser("safetensors", _safetensors, _FILES, _framed_8),
     Parser("manifest", _manifest, ((GOLDEN / naming.MANIFEST).read_bytes(),)),
