@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from tests.integrations.megatron import training
@@ -11,6 +13,7 @@ def main() -> None:
     parser = training.parser()
     parser.add_argument("--sharding", required=True)
     parser.add_argument("--by-number", action="store_true")
+    parser.add_argument("--ranks", type=Path)
     args = parser.parse_args()
     with training.parallel(args):
         from megatron.core import dist_checkpointing, parallel_state
@@ -36,6 +39,22 @@ def main() -> None:
         args.work.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
         dist_checkpointing.save(state, str(args.work))
+        if args.ranks is not None:
+            by_rank(made, args.ranks)
+
+
+def by_rank(made: training.Training, top: Path) -> None:
+    """As `save_checkpoint` of Megatron-LM does with `--ckpt-format torch`: each rank that is no replica has a file."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    tensor, stage = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
+    piped = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    place = top / "iter_0000003" / (f"mp_rank_{tensor:02}_{stage:03}" if piped else f"mp_rank_{tensor:02}")
+    place.mkdir(parents=True)
+    models = [unwrap_model(one).state_dict_for_save_checkpoint() for one in made.model]
+    named = {"model": models[0]} if len(models) == 1 else {f"model{number}": one for number, one in enumerate(models)}
+    torch.save({"args": made.args, "checkpoint_version": 3.0, "iteration": 3, **named}, place / "model_optim_rng.pt")
 
 
 if __name__ == "__main__":  # the writer starts processes

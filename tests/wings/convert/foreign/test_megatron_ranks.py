@@ -123,6 +123,19 @@ def test_what_all_ranks_have_is_compared(tmp_path: Path) -> None:
     assert [piece.file for piece in copied.copies] == ["iter_0000020/mp_rank_01/model_optim_rng.pt"]
 
 
+def test_norms_of_their_own(tmp_path: Path) -> None:
+    """Before a fused matrix they get the names of `torch_dist`, unless all is to stay as it is."""
+    whole = saved(tmp_path, 1, 1)
+    norms = {f"decoder.layers.0.{name}.weight": torch.randn(WIDTH) for name in ("input_layernorm", "pre_mlp_layernorm")}
+    fused = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
+    dropped = f"decoder.layers.0.{fused[0]}"
+    del whole[dropped]
+    _change(tmp_path, "mp_rank_00", lambda value: (value["model"].update(norms), value["model"].pop(dropped)))
+    named = {f"decoder.layers.0.{name}": one for name, one in zip(fused, norms.values(), strict=True)}
+    assert_same(tmp_path, read(tmp_path), "model", {**whole, **named})
+    assert_same(tmp_path, read(tmp_path, as_is=True), "model", {**whole, **norms})
+
+
 def test_the_optimizer_is_refused(tmp_path: Path) -> None:
     """By its key, with the options that go on; so are random states, and files of the distributed optimizer."""
     more = {"optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}, "rng_state": [{"np_rng_state": ("MT", torch.ones(2))}]}
@@ -136,7 +149,7 @@ def test_the_optimizer_is_refused(tmp_path: Path) -> None:
     assert {one.what for one in listing.left_out} >= {"optim/optimizer", "iter_0000020/mp_rank_00/distrib_optim.pt"}
 
 
-def _change(top: Path, rank: str, change: Callable[[dict[str, Any]], None]) -> None:
+def _change(top: Path, rank: str, change: Callable[[dict[str, Any]], object]) -> None:
     path = top / "iter_0000020" / rank / "model_optim_rng.pt"
     value = torch.load(path, weights_only=False)
     change(value)

@@ -8,7 +8,7 @@ parameters, which no file names, and is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast_files.opened import join
@@ -35,6 +35,9 @@ _ROWS = re.compile(r".*(word_embeddings|output_layer|lm_head|linear_qkv|query_ke
 _GATED = re.compile(r"(.*)(linear_fc1|dense_h_to_4h)\.(weight|bias)")
 _COLUMNS = re.compile(r".*(linear_proj|linear_fc2|dense_4h_to_h|attention\.dense)\.weight")
 _SECOND = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
+# A norm of its own before a layer's matrix, under the name of the fused one, as `torch_dist` has it.
+_NORM = re.compile(r"(.*\blayers\.\d+\.)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)")
+_FUSED = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
 _PLAIN = ("opt_param_scheduler", "num_floating_point_operations_so_far", "checkpoint_version")
 _OBJECTS = ("args", "content_metadata")
 _EXTRA = "_extra_state"  # scales of FP8 and the like, as bytes of a pickle
@@ -71,7 +74,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
         if value.get("iteration") != first.get("iteration") or value.get("checkpoint_version") != VERSION:
             what = f"{place.path} is of step {value.get('iteration')} and version {value.get('checkpoint_version')}"
             raise StateMismatch(f"{what}, not of step {first.get('iteration')} and version {VERSION}", hint=_TORCH_DIST)
-    tensors = {one.key: one for one in _weights(held)}
+    tensors = {one.key: one for one in _weights(held, options.as_is)}
     uses = [FileUse(place.path, "tensors") for place in places]
     refused = [*_refused(held), *_other_files(files, places)]
     documents = {key: torch_values.plain(first[key], places[0].path, key) for key in _PLAIN if key in first}
@@ -128,7 +131,7 @@ def _read(files: Files, path: str) -> dict[str, Any]:
     return value
 
 
-def _weights(held: Mapping[_Place, dict[str, Any]]) -> Iterator[ForeignTensor]:
+def _weights(held: Mapping[_Place, dict[str, Any]], as_is: bool) -> Iterator[ForeignTensor]:
     """Every tensor of the model, out of the parts of the ranks of its stage."""
     named: dict[str, list[list[StoredArray]]] = {}
     layers = 0
@@ -145,7 +148,9 @@ def _weights(held: Mapping[_Place, dict[str, Any]]) -> Iterator[ForeignTensor]:
         for other in made[1:]:
             if other.spec != made[0].spec:
                 raise stages[1][0].odd("another stage has it, too, in another shape")
-        yield made[0]._replace(copies=(*made[0].copies, *(piece for other in made[1:] for piece in other.pieces)))
+        spec = made[0].spec
+        spec = TensorSpec(GROUP, name if as_is else _fused(name, named), spec.dtype, spec.shape)
+        yield made[0]._replace(spec=spec, copies=(*made[0].copies, *(piece for other in made[1:] for piece in other.pieces)))
 
 
 def _flat(value: Any, path: str, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, StoredArray]]:
@@ -165,6 +170,13 @@ def _flat(value: Any, path: str, prefix: str = "", depth: int = 0) -> Iterator[t
 def _numbered(name: str, before: int) -> str:
     found = _LAYER.fullmatch(name)
     return name if found is None else f"{found[1]}{int(found[2]) + before}{found[3]}"
+
+
+def _fused(name: str, named: Collection[str]) -> str:
+    """The name of a norm in `torch_dist`; of other tensors their own."""
+    found = _NORM.fullmatch(name)
+    matrix = f"{found[1]}{_FUSED[found[2]]}" if found is not None else ""
+    return f"{matrix}.layer_norm_{found[3]}" if found is not None and f"{matrix}.weight" in named else name
 
 
 def _joined(name: str, parts: Sequence[StoredArray], named: Mapping[str, Sequence[Sequence[StoredArray]]]) -> ForeignTensor:
