@@ -178,6 +178,24 @@ def test_experts_that_are_fused(world: MergeWorld) -> None:
     assert all(found[name].tobytes() == array.tobytes() for name, array in wanted.items())
 
 
+def test_an_adapter_of_single_experts(world: MergeWorld) -> None:
+    """Into a checkpoint that has them apart; one that has them fused is refused, and the error says how to part them."""
+    put(case_named("experts"), world.place, target_parameters=None)
+    prefix, chance = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w1", np.random.default_rng(4)
+    low, high = chance.standard_normal((4, 8), np.float32), chance.standard_normal((12, 4), np.float32)
+    pair = {f"{prefix}.lora_A.weight": low, f"{prefix}.lora_B.weight": high}
+    save_file(pair, world.place / "tuned" / "adapter_model.safetensors", metadata={"format": "pt"})
+    world.merge(RECIPE)
+    file, name = world.place / "base" / "model.safetensors", prefix.removeprefix("base_model.model.") + ".weight"
+    base = load_file(file)
+    wanted = (base[name] + 1.5 * high.astype(np.float64) @ low.astype(np.float64)).astype(np.float32)
+    assert ulps(world.arrays()[name], wanted) <= 1
+    save_file(fused(base), file, metadata={"format": "pt"})
+    with pytest.raises(StateMismatch, match=r"experts\.1\.w1\.weight', which the model does not have") as refused:
+        world.merge(RECIPE, 2)
+    assert "--program hf-stacked-mixtral-inverse" in refused.value.hint
+
+
 def fused(arrays: Arrays) -> Arrays:
     """Mixtral's tensors as transformers 5 holds them."""
     made = {name: array for name, array in arrays.items() if "block_sparse_moe" not in name}

@@ -10,7 +10,7 @@ from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.mapping.box_moves import MappedTensor
 from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 from holdfast_formats.near_names import did_you_mean
-from holdfast_formats.programs import compile_program, find
+from holdfast_formats.programs import compile_program, find, fitting
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign.computed import rounded
 from holdfast_service.wings.merge.adapters import changes, config, tensors
@@ -243,10 +243,18 @@ class _Work:
             return self.tensors[target].spec
         moved = self._moves(target)
         if moved is None:
-            hint = did_you_mean(target, self.tensors, "check that the adapter belongs to this model")
+            hint = self._apart(target) or did_you_mean(target, self.tensors, "check that the adapter belongs to this model")
             what = f"{self._name} adapts tensor {target!r}, which the model does not have"
             raise StateMismatch(what, hint=hint, tensor=target)
         return moved.spec
+
+    def _apart(self, target: str) -> str:
+        """The way on for an adapter of single experts, if the checkpoint has them fused; empty for any other."""
+        specs = {one.key: one.spec for one in self._base.tensors.values()}
+        program = fitting(specs, [target], self._base.config)
+        if program is None or program.target != "hf":
+            return ""
+        return f"`holdfast export MODEL DIR --as hf --program {program.name}` stores experts apart: merge into DIR"
 
     def _moves(self, target: str) -> MappedTensor | None:
         """How transformers makes a tensor of those of the hub, if it fuses them in memory."""
