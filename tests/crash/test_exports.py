@@ -65,10 +65,11 @@ class Way(NamedTuple):
         return {"as": self.kind, **({} if self.program is None else {"program": self.program})}
 
 
+KINDS = ("hf", "dcp", "paddle-uc", "paddle-flex")
 WAYS = {
     "peft": Way("adapter", "peft"),
-    **{kind: Way("llama", kind) for kind in ("hf", "dcp", "paddle-uc", "paddle-flex")},
-    **{f"{kind} by a program": Way("llama", kind, PROGRAM) for kind in ("hf", "dcp", "paddle-uc", "paddle-flex")},
+    **{kind: Way("llama", kind) for kind in (*KINDS, "deepspeed-universal", "paddle-sharding-io")},
+    **{f"{kind} by a program": Way("llama", kind, PROGRAM) for kind in KINDS},
 }
 
 
