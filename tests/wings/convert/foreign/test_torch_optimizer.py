@@ -154,10 +154,17 @@ def test_what_is_not_certain(tmp_path: Path, optimizer: dict[str, Any], said: st
 
 
 def test_two_of_them(tmp_path: Path) -> None:
-    """Which of two is meant cannot be known."""
+    """Two without names are refused; with names each has a document of its own, if no parameter is in both."""
     weights = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    with pytest.raises(StateMismatch, match="more than one optimizer: 'second'"):
+    with pytest.raises(StateMismatch, match="'first', which is one of several") as refused:
+        _read(tmp_path, {"model": weights, "first": _state(1), "second": _state(1)})
+    assert "--leave-out first --leave-out second" in refused.value.hint
+    with pytest.raises(StateMismatch, match="'second', which has state 'a/exp_avg', as another one"):
         _read(tmp_path, {"model": weights, "first": _state(2), "second": _state(2)})
+    each = [_state(1, param_names=[name]) for name in "ab"]
+    listing = _read(tmp_path, {"model": weights, "optimizers": each})
+    assert set(listing.documents["optim"]) == {"optimizers[0]", "optimizers[1]"}
+    assert {key.name for key in listing.tensors if key.group == "optim"} == {"a/exp_avg", "b/exp_avg"}
 
 
 @pytest.mark.parametrize("groups", [False, True])

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from holdfast_formats import naming
-from holdfast_formats.errors import Refused, StateMismatch
+from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.mapping import optimizer_state
-from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, RefusedPart, TensorKey
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
 from holdfast_service.wings.convert.foreign import (
     hugging_face,
     hugging_face_names,
     leaving_out,
     quantisation,
-    torch_optimizer,
+    torch_training,
     torch_values,
 )
-from holdfast_service.wings.convert.foreign.dcp.gathering import PLAIN, GatheredListing, Unread, ValuePlace
+from holdfast_service.wings.convert.foreign.dcp.gathering import PLAIN, GatheredListing
 from holdfast_service.wings.convert.foreign.hugging_face import TakenTensors
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.foreign.pickles import read_torch
 from holdfast_service.wings.convert.foreign.pruned_values import PrunedValue
-from holdfast_service.wings.convert.foreign.trainers import lightning, numbered_optimizers
-from holdfast_service.wings.convert.foreign.trainers.numbered_optimizers import HeldOptimizer
+from holdfast_service.wings.convert.foreign.trainers import lightning
 
 GROUP = "model"
 EXTRA_GROUP = "extra"
+LIGHTNING = "optimizer_states"  # where Lightning keeps its optimizers, in a list
 INDEX = "pytorch_model.bin.index.json"
 NESTED = ("state_dict", "model_state_dict", "model", "module")  # keys under which programs put the model's
 _WEIGHTS = re.compile(r"pytorch_model(-(\d{5})-of-(\d{5}))?\.bin")
@@ -81,8 +79,9 @@ def read_directory(files: Files, options: ReadOptions) -> ForeignListing:
 
 
 def read_file(files: Files, options: ReadOptions) -> ForeignListing:
-    """The tensors of a state dict, which may be nested under one of the usual names, beside a torch optimizer's, other
-    tensors and plain values, which become documents. Refused is anything else. Raises `StateMismatch` without a state dict.
+    """The models of a training's file, and what is beside them, as `torch_training` states. Refused is anything else.
+
+    Raises `StateMismatch` without a state dict, or for several files.
     """
     candidates = _bare(files.list(""))
     if len(candidates) != 1:
@@ -94,67 +93,21 @@ def read_file(files: Files, options: ReadOptions) -> ForeignListing:
         )
     (file,) = candidates
     pruned = PrunedValue(read_torch(files, file, PLAIN, opaque=True), options, file)
-    value, beside = pruned.value, dict[Any, Any]()
-    nested = [key for key in NESTED if isinstance(value, dict) and isinstance(value.get(key), dict)]
-    if nested:
-        beside = {key: one for key, one in value.items() if key not in nested}
-        value = value[nested[0]]
-    read = torch_values.state_dict(value, file, GROUP)
-    second = [
-        RefusedPart(key, torch_values.mismatch(file, key, f"has two state dicts, {nested[0]!r} and {key!r}"), GROUP)
-        for key in nested[1:]
-    ]
-    taken = TakenTensors(read.tensors, (), (*read.refused, *second), pruned.left_out)
-    return _with_values(files, _listing(FILE_KIND.name, files, taken, [file], options), beside, file)
-
-
-def _with_values(files: Files, listing: ForeignListing, beside: Mapping[Any, Any], file: str) -> ForeignListing:
-    """The listing with an optimizer, tensors and plain values that are beside the model."""
-    if lightning.is_lightning(beside):
-        return lightning.with_values(files, listing, beside, file)
-    optimizers = [(str(key), held) for key, one in beside.items() for held in _optimizers_in(key, one)]
-    weights, refused = tuple(listing.tensors.values()), list(listing.refused)
+    parts = torch_training.parts(pruned.value, file)
+    taken = TakenTensors(parts.models.tensors, parts.notes, parts.models.refused, pruned.left_out)
+    listing = _listing(FILE_KIND.name, files, taken, [file], options)
+    if lightning.is_lightning(parts.beside):
+        return lightning.with_values(files, listing, parts.beside, file)
     gathered = GatheredListing(files)
     gathered.tensors.update(listing.tensors)
-    gathered.notes.extend(listing.notes)
-    for key, held in optimizers[:1]:
-        try:
-            numbered_optimizers.add(gathered, [HeldOptimizer(held, file)], weights, optimizer_state.KEY, key)
-        except Refused as error:
-            gathered.take_back(listing.tensors)
-            refused.append(RefusedPart(key, error, optimizer_state.GROUP))
-    for key, _ in optimizers[1:]:
-        why = torch_values.mismatch(file, key, f"has more than one optimizer: {key!r} is the second")
-        refused.append(RefusedPart(key, why, optimizer_state.GROUP))
-    others = {str(key): one for key, one in beside.items() if str(key) not in dict(optimizers)}
-    for key, one in others.items():
-        if key.startswith("optim") and isinstance(one, dict):
-            why = torch_optimizer.refused(file, key, "is not a state dict that torch writes")
-            refused.append(RefusedPart(key, why, optimizer_state.GROUP))
-            continue
-        value = gathered.json(one, ValuePlace(file, EXTRA_GROUP, key.replace("/", "|")))
-        if isinstance(value, Unread):
-            why = torch_values.mismatch(file, key, f"has {key!r}, which cannot be kept: {value.reason}")
-            refused.append(RefusedPart(key, why))
-            continue
-        gathered.document(EXTRA_GROUP, key, value)
-    kept = sorted(others.keys() & gathered.documents.get(EXTRA_GROUP, {}).keys())
-    if kept:
-        gathered.notes.append(f"{', '.join(kept)} of {file} are stored as documents in group {EXTRA_GROUP}")
-    step = beside.get("global_step")
+    step = torch_training.gather(parts.beside, file, taken.tensors, gathered)
     return listing._replace(
         tensors=gathered.tensors,
         documents=gathered.documents,
-        notes=tuple(gathered.notes),
-        step=step if type(step) is int and step >= 0 else None,
-        refused=tuple(refused),
+        notes=(*listing.notes, *gathered.notes),
+        step=step,
+        refused=(*listing.refused, *gathered.refused),
     )
-
-
-def _optimizers_in(key: Any, value: Any) -> list[Any]:
-    """A value that is a torch optimizer's, or Lightning's list of one."""
-    held = value if key == lightning.OPTIMIZERS and isinstance(value, list) else [value]
-    return [one for one in held if torch_optimizer.is_state_dict(one)]
 
 
 def _listing(kind: str, files: Files, taken: TakenTensors, used: Sequence[str], options: ReadOptions) -> ForeignListing:

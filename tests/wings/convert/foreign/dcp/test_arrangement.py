@@ -243,12 +243,12 @@ def test_ranks_with_parts(tmp_path: Path) -> None:
 
 def test_no_model_is_refused_and_taken_as_it_is(tmp_path: Path) -> None:
     """A state dict whose keys say nothing; two that may be the model; and `--as-is`."""
-    state = {"net": {"x": torch.ones(2)}, "step": torch.tensor(3), "note": "a"}
+    state = {"net": [{"x": torch.ones(2)}], "step": torch.tensor(3), "note": "a"}
     _save(tmp_path / "a", state)
     with pytest.raises(StateMismatch, match=r"no key is known to hold a model; the keys are net, step"):
         _listing(tmp_path / "a")
     listing = _listing(tmp_path / "a", as_is=True)
-    assert_same(tmp_path / "a", listing, "model", {"net.x": torch.ones(2), "step": torch.tensor(3)})
+    assert_same(tmp_path / "a", listing, "model", {"net.0.x": torch.ones(2), "step": torch.tensor(3)})
     assert listing.documents == {"extra": {"note": "a"}}
     _save(tmp_path / "b", {"model": {"x": torch.ones(2)}, "state_dict": {"x": torch.ones(2)}})
     with pytest.raises(StateMismatch, match="'model' and 'state_dict' could be the model"):

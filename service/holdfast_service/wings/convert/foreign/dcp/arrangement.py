@@ -3,6 +3,7 @@
     path in the state dict                                      group    name
     model, … (also state_dict, model_state_dict; ema, master)   the key  the rest, joined with dots
     a tensor at the top, where no key is a model                model    its key
+    k, … of only tensors, if there is no model                  k        the rest; model for the only such key
     state.NAME.KIND and param_groups.NAME.… beside these        optim    NAME/KIND, and the document
     optim…, state, NAME, KIND                                   optim    NAME/KIND
     optim…, param_groups                                        optim    the document of the optimizer
@@ -33,7 +34,9 @@ from holdfast_service.wings.convert.foreign.json_values import Trail
 MODEL, EXTRA = "model", "extra"
 _MODELS = ("model", "state_dict", "model_state_dict")
 _WHOLE = {"ema": "ema", "master": "master", **dict.fromkeys(_MODELS, MODEL)}
+_BESIDE = {"ema", "master"}
 _OPTIMIZER = "optim"
+MODEL_KEY = re.compile(r"(?!(?:extra|rng|ranks|random|train_state)\b)[a-z][a-z0-9_]{0,63}")  # of a model under its own key
 _OWN_KEYS = ("optimizer", "optim", "optimizer_of_weights")  # for an optimizer without a key, the first that is free
 _RESERVED = ("rng", "ranks")
 _JOINED = re.compile(r"(optim\w*)\.((?:state|param_groups)\..+)")
@@ -137,19 +140,30 @@ class StateDictArrangement:
             raise StateMismatch(f"each of the keys {' and '.join(map(repr, tops))} could be the model", hint=_AS_IS)
         for fqn in flat:
             self._tensor(MODEL, fqn, fqn)
-        for top in tops:
+        groups = {top: _WHOLE[top] for top in tops}
+        if not flat and MODEL not in groups.values():
+            own = [top for top, leaves in parts.items() if self._is_model(top, leaves)]
+            groups |= {top: MODEL if len(own) == 1 else top for top in own}
+        for top, group in groups.items():
             for leaf in parts.pop(top):
                 name = ".".join(map(str, leaf.path[1:]))
                 if leaf.fqn in self._saved.tensors:
-                    self._tensor(_WHOLE[top], name or top, leaf.fqn)
+                    self._tensor(group, name or top, leaf.fqn)
                 else:
-                    self._put_value(_WHOLE[top], name or top, leaf.fqn)
-        self._weights = {key.name for key in self._gathered.tensors if key.group == MODEL}
+                    self._put_value(group, name or top, leaf.fqn)
+        self._weights = {key.name for key in self._gathered.tensors if key.group in {MODEL, *groups.values()} - _BESIDE}
         if not self._weights:
             keys = sorted({str(self._path(fqn)[0]) for fqn in self._saved.tensors})
             raise StateMismatch(
                 f"no key is known to hold a model; the keys are {', '.join(keys[:8]) or '(no tensor)'}", hint=_AS_IS
             )
+
+    def _is_model(self, top: str, leaves: list[_Leaf]) -> bool:
+        """Whether a key that is no known one has the form of a model: tensors by name, and not only numbers."""
+        tensors = [self._saved.tensors.get(leaf.fqn) for leaf in leaves]
+        named = all(len(leaf.path) > 1 and all(isinstance(key, str) for key in leaf.path) for leaf in leaves)
+        known = top in _WHOLE or top.startswith(_OPTIMIZER) or not MODEL_KEY.fullmatch(top)
+        return not known and named and None not in tensors and any(one.shape for one in tensors if one is not None)
 
     def _optimizer(self, top: str, leaves: list[_Leaf]) -> None:
         optimizer = optimizers.parsed([(leaf.path[1:], leaf.fqn) for leaf in leaves], self._weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -24,8 +25,15 @@ from holdfast_service.wings.convert.foreign.pickles import (
 BYTES_MAX = 2**20  # of a bytes object in a document; the reader cannot distinguish longer ones from texts
 KEPT_BYTES_MAX = 4096  # values of so many bytes are read once: hyper-parameters are the same for many parameters
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+_DICTS = (  # Lightning's hyper-parameters
+    "lightning.fabric.utilities.data.AttributeDict",
+    "lightning_fabric.utilities.data.AttributeDict",
+    "lightning.pytorch.utilities.parsing.AttributeDict",
+    "pytorch_lightning.utilities.parsing.AttributeDict",
+)
+_PATHS = tuple(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath"))
 _BYTES_IO = "_io.BytesIO"
-PLAIN = frozenset((*_NAMESPACES, _BYTES_IO))
+PLAIN = frozenset((*_NAMESPACES, *_DICTS, *_PATHS, _BYTES_IO))
 
 
 class Unread(NamedTuple):
@@ -134,6 +142,10 @@ class GatheredListing:
             return self._namespace(trail, value.state, place)
         if value.name == _BYTES_IO and isinstance(value.state, tuple) and value.state:
             return self._other(trail, value.state[0], place)
+        if value.name in _DICTS and isinstance(value.items, dict) and not value.args and not value.state:
+            return json_values.encode(value.items, lambda inner, one: self._other(inner, one, place), trail)
+        if value.name in _PATHS and value.args and all(isinstance(arg, str) for arg in value.args):
+            return posixpath.join(*value.args)
         if value.name == "torch.device":
             return {"$device": ":".join(map(str, value.args))}
         if value.state is None and value.items is None and all(isinstance(arg, int | str) for arg in value.args):
