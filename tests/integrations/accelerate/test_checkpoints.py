@@ -229,7 +229,7 @@ def test_what_it_does_not_understand_is_refused_by_name(daemon: RunningDaemon, t
     other = Training(daemon, "another", 11)
     other.step()
     other.accelerator.save_state(tmp_path / "other", wait="durable")
-    with pytest.raises(InvalidRequest, match="another run"):
+    with pytest.raises(InvalidRequest, match="a run or root other than"):
         one.accelerator.load_state(tmp_path / "other")
     one.accelerator._dataloaders.append(DataLoader(TensorDataset(torch.arange(4))))
     with pytest.raises(InvalidRequest, match="was not prepared by a known version of accelerate"):
