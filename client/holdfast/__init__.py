@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from holdfast.state.named import Named
     from holdfast.state.optimizer_shards import OptimizerShards
     from holdfast.tensors.fragments import Fragment
+    from holdfast.tensors.registered import register_class
 
     from .checkpoint import Checkpoint, open
     from .checkpointer import Checkpointer
@@ -54,6 +55,7 @@ __all__ = [
     "SaveWarning",
     "__version__",
     "open",
+    "register_class",
 ]
 _HOME = {
     "Api": "rest.api",
@@ -71,6 +73,7 @@ _HOME = {
     "SaveTicket": "tickets",
     "SaveWarning": "save_warning",
     "open": "checkpoint",
+    "register_class": "tensors.registered",
 }
 
 

@@ -414,6 +414,7 @@ class Checkpointer:
         cast: bool = False,
         exclude: Sequence[str] = (),
         keep: Sequence[str] = (),
+        requantise: bool = False,
     ) -> int:
         """Load a checkpoint into the live state, in place, and return its step.
 
@@ -443,6 +444,8 @@ class Checkpointer:
             exclude: Patterns over `group/name` to leave out, as in `save()`.
             keep: Patterns over `key/name` of hyper-parameters of optimizers and settings of schedulers whose live values
                 stay, such as `optim/lr` and `scheduler/T_max`.
+            requantise: Quantise low-bit optimizer state again where this layout cuts its blocks in another way, with a
+                note of how far values moved. Without it, such a restore is refused.
 
         Returns:
             The step that was restored; 0 if the run has no checkpoint yet.
@@ -462,9 +465,8 @@ class Checkpointer:
         """
         asked = None if step is None else check_step(step)
         left_out = exclusion.check(exclude, "exclude")
-        check_flags(strict=strict, healthy=healthy, prove_first=prove_first, cast=cast)
-        kept = exclusion.check(keep, "keep")
-        part = WantedPart(groups, left_out, strict, prove_first, masters, cast, kept)
+        check_flags(strict=strict, healthy=healthy, prove_first=prove_first, cast=cast, requantise=requantise)
+        part = WantedPart(groups, left_out, strict, prove_first, masters, cast, exclusion.check(keep, "keep"), requantise)
         restored = self._calls.run(RESTORE, lambda: self._restore(asked, part, healthy, needs), _refuse_to_restore)
         if asked is None and groups is None:  # else training does not continue from here
             self._preparation.begin_unasked()

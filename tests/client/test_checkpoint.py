@@ -295,6 +295,7 @@ def test_the_public_names() -> None:
         "SaveWarning",
         "__version__",
         "open",
+        "register_class",
     ]
     assert all(getattr(holdfast, name) is not None for name in holdfast.__all__)
     assert holdfast.Checkpoint is Checkpoint

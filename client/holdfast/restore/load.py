@@ -120,6 +120,7 @@ class WantedPart(NamedTuple):
     masters: Masters | None = None
     cast: bool = False
     keep: Sequence[str] = ()
+    requantise: bool = False
 
 
 class RestoringRank(NamedTuple):
@@ -147,8 +148,10 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     if average is not None:  # the group is the daemon's: nothing live has it
         stored = stored._replace(specs={group: of for group, of in stored.specs.items() if group != EMA})
         groups = None if groups is None else set(groups) - {EMA}
+    excluded, strict = wanted.exclude, wanted.strict
+    choices = wanted.masters, wanted.cast, wanted.keep, wanted.requantise
     with program_hint.named(stored, reader, (layout and language.text(layout)) or f"dp={launch.world}"):
-        restoration = state.prepare(stored, groups, *wanted[1:3], wanted.masters, wanted.cast, wanted.keep)
+        restoration = state.prepare(stored, groups, excluded, strict, *choices)
     _check_assumed(state, reader.contents, {leaf.group for leaf in restoration.leaves})
 
     def fill_apart(leaves: Sequence[Leaf]) -> None:

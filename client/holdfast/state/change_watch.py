@@ -21,8 +21,8 @@ from holdfast.state.modules import wrapped
 from holdfast.state.named import Named
 from holdfast.state.optimizer_shards import ShardedOptimizer
 from holdfast.tensors.fragments import Fragment, FragmentList, Storable, is_dtensor, parts_of
+from holdfast.tensors.wrapped import held_by, is_wrapped
 from holdfast.tensors.wrapped import inner as inner_tensors
-from holdfast.tensors.wrapped import is_wrapped
 
 _PLAIN_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _CONTAINERS = ("_parameters", "_buffers", "_modules", "_state_dict_pre_hooks", "_state_dict_hooks")
@@ -122,7 +122,8 @@ class ChangeWatch:
             self.record(optimizer.state)
             for kept in optimizer.state.values():
                 self.record(kept)
-                self._wrappers += [(value, _inside(value)) for value in kept.values() if is_wrapped(value)]
+                held = [held_by(value) for value in kept.values()]
+                self._wrappers += [(one, _inside(one)) for one in held if is_wrapped(one)]
             self._lists.append((optimizer.param_groups, tuple(optimizer.param_groups)))
             for group in optimizer.param_groups:
                 self._held.append((group, "params", group["params"]))

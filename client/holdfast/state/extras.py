@@ -47,7 +47,7 @@ class Stateful(NamedTuple):
             return PartPlan(notes=[f"the imported checkpoint has no {GROUP}/{self.key}, which only Holdfast stores"])
         note = None
         if text is not None and selection.takes(GROUP, self.key) and isinstance(self.target, CheckedEntry | LRScheduler):
-            value = json_values.loads(text, self.key, lambda kind, name: torch.empty(0))
+            value = json_values.loads(text, self.key, lambda kind, name: torch.empty(0), made=False)
             if isinstance(self.target, CheckedEntry):
                 self.target.refuse_unfit(value)
             else:
@@ -97,7 +97,7 @@ class Value(NamedTuple):
         text = stored.value(GROUP, self.key)
         if text is not None and selection.takes(GROUP, self.key):
             self._check_installable(
-                json_values.loads(text, self.key, lambda kind, _: np.empty(0) if kind == "array" else None)
+                json_values.loads(text, self.key, lambda kind, _: np.empty(0) if kind == "array" else None, made=False)
             )
             offered = {leaf.name for leaf in plan.wanted} | {name for name in live if not selection.takes(GROUP, name)}
             plan.missing += [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from holdfast.state.modules import EMA, MODEL, NamedTensors, is_tensor, paramete
 from holdfast.state.named import refuse_left_out
 from holdfast.state.optimizer_shards import OptimizerShards, ShardedOptimizer
 from holdfast.state.optimizers import KeyedOptimizers
+from holdfast.state.partitioned.owners import RestoredForAll
 from holdfast.state.state_tensors import MASTER_GROUP as MASTER
 from holdfast.tensors.fragments import Storable
 from holdfast_formats.errors import InvalidRequest
@@ -21,11 +22,18 @@ from holdfast_formats.errors import InvalidRequest
 OptimizerEntry = KeyedOptimizers | ShardedOptimizer
 
 
+class KnownOfOptimizers(NamedTuple):
+    """What is remembered of a state's optimizers: initial learning rates, and state that was restored for all ranks."""
+
+    rates: FirstRates
+    for_all: RestoredForAll
+
+
 def optimizers_of(
-    state: Mapping[str, Any], collections: Sequence[NamedTensors], declared: bool, rates: FirstRates
+    state: Mapping[str, Any], collections: Sequence[NamedTensors], declared: bool, known: KnownOfOptimizers
 ) -> list[OptimizerEntry]:
-    """Every optimizer of a state whose other entries are `collections`; `declared`: a layout is declared. `rates` remembers
-    initial learning rates.
+    """Every optimizer of a state whose other entries are `collections`; `declared`: a layout is declared. `known` outlasts
+    this reading.
 
     Refuses a parameter with two owners or no name.
     """
@@ -39,7 +47,7 @@ def optimizers_of(
             _refuse_layout(key, declared)
             optimizer = optimizer_shards.read(key, value, _by_name(collections))
         else:
-            optimizer = _torch_optimizers(key, value, state, collections, rates)
+            optimizer = _torch_optimizers(key, value, state, collections, known)
         for name in optimizer.parameter_names():
             if name in owners:
                 raise InvalidRequest(f"the parameter {name} is in two optimizers: {owners[name]} and {key}")
@@ -49,7 +57,7 @@ def optimizers_of(
 
 
 def _torch_optimizers(
-    key: str, value: Any, state: Mapping[str, Any], collections: Sequence[NamedTensors], rates: FirstRates
+    key: str, value: Any, state: Mapping[str, Any], collections: Sequence[NamedTensors], known: KnownOfOptimizers
 ) -> KeyedOptimizers:
     if type(value).__name__ == "ZeroRedundancyOptimizer":
         raise InvalidRequest(
@@ -61,8 +69,8 @@ def _torch_optimizers(
     stored = [tensor for part in collections for tensor in part.tensors()]
     innermost = optimizer_wrappers.check(key, value, state, stored).optimizers
     refuse_left_out(key, innermost, names, state)
-    optimizer_state = KeyedOptimizers(key, innermost, names, rates)
-    rates.look(optimizer_state.groups_of_parameters())
+    optimizer_state = KeyedOptimizers(key, innermost, names, known.rates, known.for_all)
+    known.rates.look(optimizer_state.groups_of_parameters())
     return optimizer_state
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +17,19 @@ from holdfast.state.hyper_parameters import LiveGroups, chosen
 from holdfast.state.modules import MODEL
 from holdfast.state.optimizer_entries import OptimizerEntry
 from holdfast.state.optimizer_shards import ShardParameter
-from holdfast.state.optimizers import Parameter
+from holdfast.state.optimizers import KeyedOptimizers, Parameter
+from holdfast.state.partitioned.live import blocks_of
+from holdfast.state.partitioned.resume import BlockResume, stored_keys, stored_wrapper
 from holdfast.state.state_tensors import GROUP, MASTER_GROUP, NewTensor, device_of, is_storable, want_live
-from holdfast.tensors import casting, numbered_parameters, trees, wrapped
-from holdfast.tensors.fragments import global_shape
+from holdfast.tensors import casting, numbered_parameters, registered, trees, wrapped
+from holdfast.tensors.fragments import global_shape, is_sharded
 from holdfast.tensors.leaves import Key, LackingCopy, OfferedLeaves, PartPlan, Selection
-from holdfast.tensors.optimizer_documents import WRAPPED
+from holdfast.tensors.optimizer_documents import BLOCKS, IDLE, WRAPPED
 from holdfast.tensors.torch_dtypes import local_shape, safetensors_name, torch_dtype
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.region import Shape
 
+LISTED_MAX = 5
 OTHER_OPTIMIZER = "use the optimizer that was saved, or leave its state out: restore(groups=…)"
 
 
@@ -105,11 +110,18 @@ class _Resumption:
         self.numbers: list[tuple[str, str, torch.Tensor]] = []  # stored as tensors, and plain numbers in the live state
         self.filled: list[tuple[torch.Tensor, Any]] = []  # live tensors, and the plain numbers that are stored for them
         self.wrapping: dict[tuple[str, str], _Wrapping] = {}  # to be put together
+        self.whole: list[str] = []  # new tensors that every rank has whole, of sharded parameters that were not sharded
+        self.blocks: BlockResume | None = None  # where there are any to be looked for
+        self.objects = False  # whether the document has objects of registered classes
 
     def prepare(self, text: str) -> PartPlan:
-        document = read_document(text, self.state.key, self.stored, self.plan)
+        document = read_document(text, self.state.key, self.stored, self.plan, self._nested(text))
         if document is None:
             return self.plan
+        self.objects = '"$object"' in text
+        if self.selection.requantise or BLOCKS in document or any(is_sharded(one.value) for one in self.parameters.values()):
+            self.blocks = self._blocks(document)
+            self.done |= self.blocks.done
         self._wrappers(document.get(WRAPPED, {}))
         for name in self.stored.specs.get(GROUP, {}):
             owner, _, key = name.rpartition("/")
@@ -118,11 +130,31 @@ class _Resumption:
         self._masters(document["masters"], document["kinds"])
         self._values(document["state"])
         want_live(self.live.values(), self.plan, self.selection, self.done)
+        if self.whole:
+            self.plan.notes.append(_whole_note(self.state.key, self.whole))
         groups = list(self.state.groups_of_parameters())
         live = LiveGroups(self.state.key, self.state.names_of_groups(), groups, self.state.user_given())
         hyper = chosen(live, document, self.plan, self.selection)
         self.plan.actions.append(lambda: self._install(hyper))
+        if (idle := frozenset(document.get(IDLE, ()))) and isinstance(self.state, KeyedOptimizers):
+            without = idle & {name for name, kept in self.kept.items() if not kept}
+            self.plan.actions.append(partial(self.state.note_restored_for_all, without))
         return self.plan
+
+    def _nested(self, text: str) -> dict[str, torch.Tensor]:
+        """New tensors, by stored name, for those in containers of the state of parameters in a mesh or on a device."""
+        prefix = f"{self.state.key}/state/"
+        names = [name for name in self.stored.specs.get(GROUP, {}) if name.startswith(prefix)]
+        kinds = json.loads(text).get("kinds", {}) if names else {}
+        made = {}
+        for name in names:
+            owner, _, inside = name.removeprefix(prefix).partition("/")
+            parameter, key = self.parameters.get(owner), inside.partition("/")[0]
+            spec = self.stored.spec(GROUP, name)
+            if isinstance(parameter, Parameter) and spec is not None and self.selection.takes(GROUP, name):
+                dtype = torch_dtype(spec[0], name)
+                made[name] = parameter.fresh(inside, dtype, spec[1], kinds.get(key, "")).given
+        return made
 
     def _wrappers(self, stored: Mapping[str, Mapping[str, Any]]) -> None:
         """Wrapper tensors are filled in place if they match the stored ones, or rebuilt; else `StateMismatch`."""
@@ -132,8 +164,14 @@ class _Resumption:
                 path = f"{self.state.key}: {name}/{key}"
                 description = wrapped.check_description(found, path)
                 inner = [(GROUP, f"{name}/{key}.{attribute}") for attribute in description["inner"]]
-                if name not in self.kept or not any(self.selection.takes(*one) for one in inner):
+                taken = (GROUP, f"{name}/{key}") in self.done
+                if taken or name not in self.kept or not any(self.selection.takes(*one) for one in inner):
                     continue
+                if is_sharded(self.parameters[name].value):
+                    raise StateMismatch(
+                        f"{path} was stored in a wrapper tensor not known to be in blocks, and its parameter is sharded",
+                        hint="leave the optimizer's state out: restore(groups=…)",
+                    )
                 live = wrappers.get((name, key), self.kept[name].get(key))
                 if live is not None:
                     wrapped.check_alike(live, description, path)
@@ -143,9 +181,41 @@ class _Resumption:
                     self.wrapping[name, key] = _Wrapping(wrapped.find_class(description, path), description, {})
         for (name, key), value in wrappers.items():
             plain = (GROUP, f"{name}/{key}")
-            if self.stored.spec(*plain) is not None and self.selection.takes(*plain):
+            if self.stored.spec(*plain) is not None and self.selection.takes(*plain) and plain not in self.done:
                 other = f"a plain tensor was stored, but the live one is a {type(value).__name__}"
                 raise StateMismatch(f"{self.state.key}: {name}/{key}: {other}", hint=OTHER_OPTIMIZER)
+
+    def _blocks(self, document: Mapping[str, Any]) -> BlockResume:
+        """Blocks of codes of parameters that are cut, now or when they were stored; others are restored tensor by tensor."""
+        blocks = BlockResume(self.state.key, self.stored, self.selection, self.plan, self.keeper)
+        described, cut, kinds = document.get(WRAPPED, {}), document.get(BLOCKS, {}), document["kinds"]
+        names = self._stored_keys()
+        for parameter in self.parameters.values():
+            keys = names.get(parameter.name, {})
+            if not isinstance(parameter, Parameter) or not any(self.selection.takes(*target) for target in keys.values()):
+                continue
+            parts = cut.get(parameter.name, {})
+            found = stored_keys(self.stored, parameter.name, keys, parts)
+            for key, of in described.get(parameter.name, {}).items():
+                known = wrapped.check_description(of, f"{self.state.key}: {parameter.name}/{key}")
+                one = stored_wrapper(self.stored, parameter.name, key, known, parts.get(key))
+                found += [] if one is None else [one]
+            again = self.selection.requantise or is_sharded(parameter.value)
+            for one in found:
+                if again or one.parts.key in parts:
+                    blocks.take(parameter, one, kinds.get(one.parts.codes, ""))
+            for live in blocks_of(parameter, parameter.kept, f"{self.state.key}: {parameter.name}") if again else ():
+                if live.wrapper is not None and live.parts.key in keys:
+                    blocks.take_plain(parameter, live.parts.key, live)
+        return blocks
+
+    def _stored_keys(self) -> dict[str, dict[str, Key]]:
+        """The keys of stored tensors, by parameter."""
+        found: dict[str, dict[str, Key]] = {}
+        for name in self.stored.specs.get(GROUP, {}):
+            owner, _, key = name.rpartition("/")
+            found.setdefault(owner, {})[key] = (GROUP, name)
+        return found
 
     def _masters(self, masters: Mapping[str, list[str]], kinds: Mapping[str, str]) -> None:
         """Claim the full-precision copies, whatever key the saving optimizer had for them."""
@@ -197,6 +267,8 @@ class _Resumption:
             self.numbers.append((name, key, torch.zeros((), dtype=dtype)))
             self.plan.want(*target, self.numbers[-1][2])
         else:
+            if is_sharded(parameter.value) and not kind and spec[1] and spec[1] != global_shape(parameter.value):
+                self.whole.append(f"{name}/{key}")
             claimed = self._create(name, key, self._dtype_to_make(parameter, *spec, target), spec[1], kind)
             self.plan.want(*target, claimed.value, claimed.local)
 
@@ -229,20 +301,38 @@ class _Resumption:
         with torch.no_grad():
             for tensor, value in self.filled:
                 tensor.fill_(value)
+        for name, made_blocks in ({} if self.blocks is None else self.blocks.install()).items():
+            self.created.setdefault(name, {}).update(made_blocks)
         for (name, key), one in self.wrapping.items():
             made = wrapped.build(one.kind, one.said, one.inner, f"{self.state.key}: {name}/{key}")
             self.created.setdefault(name, {})[key] = made
         for name, values in self.values.items():
             moved = tree_map_only(torch.Tensor, partial(_moved, device_of(self.parameters[name].weight)), values)
-            self.created.setdefault(name, {}).update(self._put(self.kept[name], moved, name))
+            self.created.setdefault(name, {}).update(self._put(self.kept[name], self._resolved(moved), name))
         groups = [
-            self._put(live, {key: merged(live.get(key), value) for key, value in restored.items()}, f"param_groups[{at}]")
+            self._put(
+                live,
+                {key: merged(live.get(key), self._resolved(value)) for key, value in restored.items()},
+                f"param_groups[{at}]",
+            )
             for at, (live, restored) in enumerate(zip(self.state.groups_of_parameters(), hyper, strict=True))
         ]
         self.state.install(groups, {name: values for name, values in self.created.items() if values})
 
+    def _resolved(self, value: Any) -> Any:
+        return registered.resolved(value) if self.objects else value
+
     def _put(self, live: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {key: self.keeper.put(live.get(key), v, f"{self.state.key}/{where}/{key}") for key, v in values.items()}
+
+
+def _whole_note(optimizer: str, names: Sequence[str]) -> LeftOutNote:
+    listed = ", ".join(names[:LISTED_MAX]) + ", …" * (len(names) > LISTED_MAX)
+    return LeftOutNote(
+        f"{optimizer}: {len(names)} tensors of another shape than their parameters ({listed}) are whole on every rank, as "
+        "they were saved, though the parameters are sharded here: if the optimizer keeps only a part of them, let it take a "
+        "step before restore(), or declare their parts with OptimizerShards"
+    )
 
 
 def stored_dtype(stored: OfferedLeaves, name: str) -> torch.dtype:
@@ -251,16 +341,20 @@ def stored_dtype(stored: OfferedLeaves, name: str) -> torch.dtype:
     return torch.float32 if spec is None else torch_dtype(spec[0], name)
 
 
-def read_document(text: str, key: str, stored: OfferedLeaves, plan: PartPlan) -> dict[str, Any] | None:
-    """The stored document of the optimizer `key`, whose tensors the plan fills; None if the checkpoint lacks one of them."""
-    regrown = trees.regrow(text, key, partial(stored.spec, GROUP), {})
+def read_document(
+    text: str, key: str, stored: OfferedLeaves, plan: PartPlan, made: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> dict[str, Any] | None:
+    """The stored document of the optimizer `key`, whose tensors the plan fills; None if the checkpoint lacks one of them.
+    `made` has memory for some of its tensors.
+    """
+    regrown = trees.regrow(text, key, partial(stored.spec, GROUP), made)
     plan.missing += [f"{GROUP}/{name}" for name in regrown.unknown]
     for name, tensor in regrown.tensors.items():
         plan.want(GROUP, name, tensor)
     plan.claimed |= {(GROUP, name) for name in regrown.tensors}
     if regrown.unknown:
         return None
-    document = regrown.build()
+    document = regrown.build_before()
     if not isinstance(document, dict) or not {"groups", "state", "masters", "kinds"} <= set(document):
         raise CorruptManifest(f"the stored value of {key} is not an optimizer state", file="state.json")
     return document

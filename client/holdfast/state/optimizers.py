@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.state import masters
 from holdfast.state.hyper_parameters import FirstRates, given_to
+from holdfast.state.partitioned.live import LiveBlocks, blocks_of
+from holdfast.state.partitioned.owners import RestoredForAll
 from holdfast.state.state_tensors import (
     GROUP,
     LOCAL,
     MASTER_GROUP,
     MASTER_KEYS,
     MESH,
+    NESTED_MAX,
     PLAIN,
     NewTensor,
     OptimizerDocument,
@@ -36,16 +39,12 @@ from holdfast.tensors.fragments import (
     local_tensor,
 )
 from holdfast.tensors.leaves import Content, Key
-from holdfast.tensors.optimizer_documents import WRAPPED
+from holdfast.tensors.optimizer_documents import BLOCKS, IDLE, WRAPPED
 from holdfast.tensors.torch_dtypes import local_shape
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.region import Shape
 
-NESTED_MAX = 4  # mappings in mappings of a parameter's state in which copies are looked for
-
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_SHARDED = "blocks of quantised values cross the edges of shards, so no other layout could be restored"
-_WHOLE = "keep it in an optimizer of whole parameters, or save without it: save(groups=…)"
 
 
 class Parameter(NamedTuple):
@@ -66,6 +65,12 @@ class Parameter(NamedTuple):
     def weight(self) -> Storable:
         """What its full-precision copy corresponds to: the tensor, if its Fragments are views of it."""
         return self.tensor if isinstance(self.value, FragmentList) else self.value
+
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        """What its optimizer keeps of it, by key."""
+        state: Mapping[str, Any] = self.optimizer.state.get(self.tensor, {})
+        return state
 
     @property
     def is_elsewhere(self) -> bool:
@@ -112,6 +117,7 @@ class KeyedOptimizers(NamedTuple):
     optimizers: tuple[torch.optim.Optimizer, ...]
     names: Mapping[int, tuple[str, Storable]]
     rates: FirstRates
+    for_all: RestoredForAll
 
     @property
     def groups(self) -> frozenset[str]:
@@ -178,14 +184,16 @@ class KeyedOptimizers(NamedTuple):
             for kept in optimizer.state.values():
                 values = (value for value in kept.values() if isinstance(value, torch.Tensor))
                 for value in values:
-                    yield from wrapped.inner(value, self.key).values() if wrapped.is_wrapped(value) else (value,)
+                    held = wrapped.held_by(value)
+                    yield from wrapped.inner(held, self.key).values() if wrapped.is_wrapped(held) else (value,)
 
     def wrappers(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """The wrapper tensors that it keeps, such as quantised state: name, key and tensor."""
         for parameter in self.parameters():
-            for key, value in parameter.optimizer.state.get(parameter.tensor, {}).items():
-                if wrapped.is_wrapped(value):
-                    yield parameter.name, key, value
+            for key, value in parameter.kept.items():
+                held = wrapped.held_by(value)
+                if wrapped.is_wrapped(held):
+                    yield parameter.name, key, held
 
     @property
     def kept(self) -> Mapping[str, Mapping[str, Any]]:
@@ -196,11 +204,28 @@ class KeyedOptimizers(NamedTuple):
         """Every tensor that is kept of a parameter."""
         shards = self.shard_keys()
         for parameter in self.parameters():
+            places = self._places_of_blocks(parameter)
             for key, value in self.state_of(parameter).items():
-                if isinstance(value, torch.Tensor):
+                if key in places:
+                    yield StateTensor(parameter.name, key, (GROUP, f"{parameter.name}/{key}"), *places[key])
+                elif isinstance(value, torch.Tensor):
                     kind = kind_of(parameter.value, value, key in shards)
                     place = placed(parameter, value, key in shards)
                     yield StateTensor(parameter.name, key, target(parameter, key, value), *place, kind)
+
+    def blocks(self, parameter: Parameter) -> list[LiveBlocks]:
+        """The blocks of codes that are kept of a parameter."""
+        return blocks_of(parameter, parameter.kept, f"{self.key}: {parameter.name}")
+
+    def _places_of_blocks(self, parameter: Parameter) -> dict[str, tuple[Storable, torch.Tensor | None, str]]:
+        """Place, memory and kind of the tensors of blocks of a sharded parameter, by key."""
+        if not is_sharded(parameter.value):
+            return {}
+        return {
+            key: (value, local, LOCAL if one.is_local else "")
+            for one in self.blocks(parameter)
+            for key, value, local in one.places(parameter.value)
+        }
 
     def collect(self, content: Content) -> None:
         """Add every state tensor under its parameter's name, and the document with everything that is not a tensor."""
@@ -209,11 +234,23 @@ class KeyedOptimizers(NamedTuple):
     def collect_tensors(self, content: Content) -> OptimizerDocument:
         """Add every state tensor. Return the part of the document about them, which is valid until there are others."""
         self._refuse_ownerless()
+        if self.for_all.pending:
+            self.for_all.drop(self.parameters())
         elsewhere = {parameter.name for parameter in self.parameters() if parameter.is_elsewhere}
-        document = collect_state(content, self.kept, self.entries(), elsewhere)
+        weights = {parameter.name: parameter.value for parameter in self.parameters()}
+        document = collect_state(content, self.kept, self.entries(), elsewhere, weights)
+        idle = [parameter.name for parameter in self.parameters() if not parameter.kept and not parameter.is_elsewhere]
+        if 0 < len(idle) < len(weights):
+            document[IDLE] = idle
         for name, key, value in self.wrappers():
             description = wrapped.describe(value, f"{self.key}: {name}/{key}")
             document.setdefault(WRAPPED, {}).setdefault(name, {})[key] = description
+        for parameter in (parameter for parameter in self.parameters() if is_sharded(parameter.value)):
+            for one in self.blocks(parameter):
+                if one.wrapper is not None:
+                    document[WRAPPED][parameter.name][one.parts.key] = one.described(f"{self.key}: {parameter.name}")
+                if described := one.blocks.described():
+                    document.setdefault(BLOCKS, {}).setdefault(parameter.name, {})[one.parts.key] = described
         return OptimizerDocument(self, document)
 
     def install(self, groups: Sequence[Mapping[str, Any]], values: Mapping[str, Mapping[str, Any]]) -> None:
@@ -224,6 +261,10 @@ class KeyedOptimizers(NamedTuple):
                 parameter.optimizer.state[parameter.tensor].update(values[parameter.name])
         for group, restored in zip(self.groups_of_parameters(), groups, strict=True):
             group.update(restored)
+
+    def note_restored_for_all(self, names: Collection[str]) -> None:
+        """Record the present state of these parameters: not all ranks had it when it was saved."""
+        self.for_all.note(parameter for parameter in self.parameters() if parameter.name in names)
 
     def shard_keys(self) -> frozenset[str]:
         """Keys whose plain tensors are this rank's shards, as in optimizers that work on local tensors.
@@ -240,9 +281,9 @@ class KeyedOptimizers(NamedTuple):
                     alike[key] = alike.get(key, True) and tuple(value.shape) == local
         return frozenset(key for key, every in alike.items() if every)
 
-    def state_of(self, parameter: Parameter) -> dict[str, Any]:
+    def state_of(self, parameter: Parameter) -> Mapping[str, Any]:
         """A parameter's state by key. For a wrapper tensor these are the tensors inside, as `key.attribute`."""
-        state: dict[str, Any] = parameter.optimizer.state.get(parameter.tensor, {})
+        state = parameter.kept
         for key in state:
             if not isinstance(key, str) or not key or "/" in key:
                 raise InvalidRequest(
@@ -256,16 +297,9 @@ class KeyedOptimizers(NamedTuple):
         merged: dict[str, Any] = {}
         for key, value in state.items():
             path = f"{self.key}: {parameter.name}/{key}"
-            if is_dtensor(value) and wrapped.is_wrapped(local_tensor(value)):
-                raise InvalidRequest(f"{path} is a DTensor of {type(local_tensor(value)).__name__}: {_SHARDED}", hint=_WHOLE)
-            if not wrapped.is_wrapped(value):
-                parts = {key: value}
-            elif is_sharded(parameter.value):
-                raise InvalidRequest(
-                    f"{path} is a {type(value).__name__}, and its parameter is sharded: {_SHARDED}", hint=_WHOLE
-                )
-            else:
-                parts = {f"{key}.{name}": tensor for name, tensor in wrapped.inner(value, path).items()}
+            held = wrapped.held_by(value)
+            inside = wrapped.inner(held, path) if wrapped.is_wrapped(held) else None
+            parts = {key: value} if inside is None else {f"{key}.{name}": tensor for name, tensor in inside.items()}
             if taken := parts.keys() & (merged.keys() | (state.keys() - {key})):
                 raise InvalidRequest(f"{path}: the name {min(taken)} is taken", hint="rename one of the optimizer's keys")
             merged |= parts

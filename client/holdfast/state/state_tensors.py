@@ -4,7 +4,7 @@ Per optimizer the group `optim` holds one JSON document under the optimizer's ke
 
     {"groups": {first name: {"params": [names], "lr": …}}, "state": {name: {key: value}},
      "masters": {key: [names]}, "kinds": {key: kind}, "wrapped": {name: {key: description}},
-     "began": {first name: lr}}
+     "began": {first name: lr}, "blocks": {name: {key: description}}, "idle": [names]}
 
 `groups` are the hyper-parameters, by the group's first parameter; `state` is what is kept per parameter besides tensors;
 `masters` the parameters whose full-precision copy, kept under that key, is stored in the group `master`; `kinds` says of a
@@ -12,11 +12,13 @@ key's tensors what a restore cannot see from their shape. `wrapped`, if there is
 inner tensors are stored as `name/key.attribute`, such as those of quantised optimizers. `began` has the learning rate that
 a group began with, if the user's own loop has set another one since. An import has `"numbered": true`, and numbers in place
 of names, if its source has no names (`tensors.numbered_parameters`).
+`blocks` is what `partitioned.blocks` describes. `idle`, if there is any, are the parameters of which this rank has no state,
+while it has some of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
@@ -33,7 +35,8 @@ from holdfast_formats.mapping import optimizer_state
 GROUP = "optim"
 MASTER_GROUP = masters.MASTER_GROUP
 MASTER_KEYS = optimizer_state.MASTER_KEYS
-LOCAL, PLAIN, MESH = "local", "plain", "mesh"
+NESTED_MAX = 4  # containers in containers of a parameter's state in which tensors are looked for
+LOCAL, PLAIN, MESH, WHOLE = "local", "plain", "mesh", "whole"
 _SCALARS = frozenset({bool, int, float, str, type(None)})  # immutable, compared by `repr`
 
 
@@ -100,20 +103,29 @@ def _hyper(state: Documented) -> dict[str, dict[str, Any]]:
 
 
 def collect_state(
-    content: Content, kept: Mapping[str, Mapping[str, Any]], entries: Iterable[StateTensor], elsewhere: Collection[str]
+    content: Content,
+    kept: Mapping[str, Mapping[str, Any]],
+    entries: Iterable[StateTensor],
+    elsewhere: Collection[str],
+    weights: Mapping[str, Storable] | None = None,
 ) -> dict[str, Any]:
-    """Add the tensors, and return the document of the other values and of what the tensors are.
+    """Add the tensors, and return the document of the other values and of what the tensors are. `weights` are the parameters
+    whose place tensors in containers may have.
 
     `elsewhere` are the parameters of which other ranks hold everything. A number of those is a count from before:
     other ranks have the one that goes on.
     """
     document: dict[str, Any] = {"state": {}, "masters": {}, "kinds": {}}
+    weights = {} if weights is None else weights
+    kinds: list[tuple[str, str]] = []
     for name, values in kept.items():
+        for key, value in values.items():
+            for nested in _nested(value):
+                kinds.append((key, kind_of(weights.get(name, nested), nested)))
         if plain := {key: value for key, value in values.items() if not is_storable(value)}:
             document["state"][name] = plain
     for entry in entries:
-        if entry.kind:
-            document["kinds"].setdefault(entry.key, entry.kind)
+        kinds.append((entry.key, entry.kind))
         if entry.target[0] == MASTER_GROUP:
             document["masters"].setdefault(entry.key, []).append(entry.name)
         memory = entry.value if entry.local is None else entry.local
@@ -121,7 +133,20 @@ def collect_state(
             continue
         if not holds(content, entry.target, memory):  # the mapping `master` may hold the identical tensor
             content.add(*entry.target, entry.value, entry.local)
+    for key, kind in sorted(kinds, key=lambda one: one[1] == WHOLE):  # which matters only where nothing else is said
+        if kind:
+            document["kinds"].setdefault(key, kind)
     return document
+
+
+def _nested(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors in a container of an optimizer's state."""
+    if isinstance(value, Mapping | list | tuple) and depth < NESTED_MAX:
+        for item in value.values() if isinstance(value, Mapping) else value:
+            if isinstance(item, torch.Tensor):
+                yield item
+            else:
+                yield from _nested(item, depth + 1)
 
 
 def want_live(entries: Iterable[StateTensor], plan: PartPlan, selection: Selection, done: Collection[Key]) -> None:
@@ -165,4 +190,4 @@ def kind_of(weight: Storable, value: Storable, shard: bool = False) -> str:
         return "" if alike else MESH
     if shard:
         return LOCAL
-    return PLAIN if alike and value.dim() else ""
+    return "" if not value.dim() else PLAIN if alike else WHOLE

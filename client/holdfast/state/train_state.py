@@ -46,8 +46,9 @@ from holdfast.state.modules import (
 )
 from holdfast.state.named import Named, modules_of
 from holdfast.state.named_entries import NamedSnapshot
-from holdfast.state.optimizer_entries import OptimizerEntry, optimizers_of
+from holdfast.state.optimizer_entries import KnownOfOptimizers, OptimizerEntry, optimizers_of
 from holdfast.state.optimizer_shards import OptimizerShards, ShardedOptimizer
+from holdfast.state.partitioned.owners import RestoredForAll
 from holdfast.state.rng import RandomState
 from holdfast.state.state_tensors import OptimizerDocument
 from holdfast.state.temporaries import Temporaries
@@ -155,7 +156,7 @@ class TrainState:
         self._temporaries = Temporaries()
         self._temporaries.refuse(state)
         self._numbers: dict[str, WrapperNumbers] = {}  # of optimizers, by key
-        self._rates = FirstRates()
+        self._known_of_optimizers = KnownOfOptimizers(FirstRates(), RestoredForAll())
         self.unsaved = Unsaved(state)
         self._parts()  # refuses now what can be refused without a save
         self.unsaved.record()  # before training changes anything
@@ -298,6 +299,7 @@ class TrainState:
             and all(part.still_left_out() for part in walk.parts.named)
             and walk.gradients.as_noted()
             and walk.watch.unchanged()
+            and not self._known_of_optimizers.for_all.pending
         )
 
     def prepare(  # noqa: PLR0913 - what a caller may wish, all optional
@@ -309,13 +311,15 @@ class TrainState:
         from_model: Masters | None = None,
         cast: bool = False,
         keep: Sequence[str] = (),
+        requantise: bool = False,
     ) -> MatchedLeaves:
         """Compare the live state with the checkpoint and determine where which bytes go; nothing live changes.
 
         `ignore` are patterns on `group/name`. Raises `StateMismatch` with the names of all tensors of a wrong shape or
         dtype; if strict, also of everything that only one side has; and for weights without their live masters, unless
         `from_model` sets these. Groups that the live state lacks are left out, with a note. With `cast`, floats of another
-        dtype are rounded. `keep` are patterns over `key/hyper-parameter` that stay.
+        dtype are rounded. `keep` are patterns over `key/hyper-parameter` that stay. With `requantise`, optimizer
+        state in blocks of codes is quantised again where this rank has other blocks.
         """
         if isinstance(ignore, str):
             raise InvalidRequest(
@@ -331,7 +335,7 @@ class TrainState:
         if keep:
             groups_now = [(optimizer.key, list(optimizer.groups_of_parameters())) for optimizer in parts.optimizers]
             check_keep(keep, [*groups_now, *scheduler_settings(self.state)])
-        selection = Selection(wanted, tuple(ignore), cast, groups is not None, tuple(keep))
+        selection = Selection(wanted, tuple(ignore), cast, groups is not None, tuple(keep), requantise)
         beside = parts.beside_weights()
         if self.declared is None:
             found = match_leaves(parts.plans(stored, selection), stored, selection, strict)
@@ -365,7 +369,7 @@ class TrainState:
             tensors = [part._replace(state=part.state._replace(unsaved=frozenset())) for part in tensors]
         for part in tensors:
             sharding_marks.check(part.path, part.state.tensors, self.world, self.declared is not None)
-        optimizers_now = optimizers_of(self.state, tensors, self.declared is not None, self._rates)
+        optimizers_now = optimizers_of(self.state, tensors, self.declared is not None, self._known_of_optimizers)
         tensors = keep_trained(tensors, (name for one in optimizers_now for name in one.parameter_names()))
         given = [value for value in self.state.values() if isinstance(value, NamedSnapshot)]
         others: list[AskedEntry] = [LoadHooks(self.state, self.unsaved), *given]

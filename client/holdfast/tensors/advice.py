@@ -77,7 +77,10 @@ def advice(value: object, path: str, trail: tuple[str, ...], inside: bool = Fals
             return line.format(at=at)
     if isinstance(value, torch.Tensor):
         return "a tensor cannot be a dict key or a set member: put it into a dict value, list or tuple"
-    return f"{GENERAL}; other objects need state_dict() and load_state_dict(), and their own entry in the state"
+    return (
+        f"{GENERAL}; other objects need state_dict() and load_state_dict(), and their own entry in the state; or two "
+        f"functions that take one apart and make it again: holdfast.register_class({type(value).__name__}, take, make)"
+    )
 
 
 def _expression(start: str, trail: tuple[str, ...]) -> str:

@@ -8,10 +8,11 @@ Plain JSON stands for itself. Everything else is an object with a single key tha
     {"$deque": [maxlen, […]]}  {"$dict": [[key, value], …]}  {"$ordereddict": …}  {"$counter": …}
     {"$defaultdict": ["int", [[key, value], …]]}  {"$dtype": "float32"}  {"$device": "cuda:0"}  {"$size": […]}
     {"$scalar": ["float32", hex of its bytes]}  {"$tensor": name}  {"$array": name}
+    {"$object": ["module:Class", …]}
 
 A dict whose keys are all text, none beginning with "$", is an object; where its order is not the sorted one, "$keys" in it
 lists the keys in order. Tensors and numpy arrays are stored beside the document, under the name that the tag holds; a list
-of Fragments is one tensor.
+of Fragments is one tensor. An object is of a class that `register_class` has got, and what its function makes of it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.tensors import registered
 from holdfast.tensors.advice import advice
 from holdfast.tensors.fragments import Fragment, FragmentList, fragment_list, holds_fragments
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded
@@ -61,10 +63,12 @@ def dumps(value: Any, path: str, place: Place | None = None, inside: bool = Fals
     return text
 
 
-def loads(text: str, path: str, fetch: Fetch | None = None) -> Any:
-    """The value that `dumps` wrote; `CorruptManifest` with `path` for any other text."""
+def loads(text: str, path: str, fetch: Fetch | None = None, made: bool = True) -> Any:
+    """The value that `dumps` wrote; `CorruptManifest` with `path` for any other text. Not `made`, as long as
+    tensors are not filled: a `StoredObject` is in the place of each object of a registered class.
+    """
     try:
-        return _Reader(fetch).decode(json.loads(text))
+        return (_Reader(fetch) if made else _ReaderBefore(fetch)).decode(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
         raise CorruptManifest(f"cannot read the stored value of {path}: {error}", file="state.json") from error
 
@@ -76,7 +80,7 @@ def referred(text: str) -> dict[str, str]:
     def note(kind: str, name: str) -> None:
         names[name] = kind
 
-    loads(text, "document", note)
+    loads(text, "document", note, made=False)
     return names
 
 
@@ -111,7 +115,8 @@ class _Writer:
             return self._scalar(value, trail)
         if kind is io.BytesIO and self.inside and not value.closed:  # an entry of the state would keep the one that it has
             return {"$bytesio": [base64.b64encode(value.getvalue()).decode(), value.tell()]}
-        if kind not in _CONTAINERS:
+        one = registered.of_class(kind)
+        if kind not in _CONTAINERS and one is None:
             raise self._refusal(value, trail)
         if holds_fragments(value):
             return self._beside(fragment_list(value, render(self.path, trail)), trail)
@@ -121,7 +126,7 @@ class _Writer:
             raise InvalidRequest(f"{render(self.path, trail)} contains itself", hint="remove the reference cycle")
         self.above.add(id(value))
         try:
-            return _CONTAINERS[kind](self, value, trail)
+            return _CONTAINERS[kind](self, value, trail) if one is None else self.object(one, value, trail)
         finally:
             self.above.discard(id(value))
 
@@ -154,6 +159,9 @@ class _Writer:
             return {"$dict": self.pairs(value, trail)}
         encoded = {key: self.encode(item, (*trail, key)) for key, item in value.items()}
         return encoded if keys == sorted(keys) else {**encoded, "$keys": keys}
+
+    def object(self, one: registered.Registered, value: Any, trail: Trail) -> Any:
+        return {"$object": [one.name, self.encode(one.take(value), trail)]}
 
     def defaulted(self, value: defaultdict[Any, Any], trail: Trail) -> Any:
         factory = value.default_factory
@@ -261,11 +269,24 @@ class _Reader:
         name, pairs = content
         return defaultdict(None if name is None else _FACTORIES[name], self.pairs(pairs))
 
+    def object(self, content: Any) -> Any:
+        name, stored = content
+        return registered.made(str(name), self.decode(stored))
+
     def sequence(self, content: Any) -> list[Any]:
         decoded = self.decode(content)
         if not isinstance(decoded, list):
             raise TypeError("a list was expected")
         return decoded
+
+
+class _ReaderBefore(_Reader):
+    """Reads a document before its tensors are filled, which a function that makes an object may read."""
+
+    def object(self, content: Any) -> Any:
+        name, stored = content
+        registered.check_known(str(name))
+        return registered.StoredObject(str(name), self.decode(stored))
 
 
 def _decode_float(content: str) -> float:
@@ -313,4 +334,5 @@ _TAGS: dict[str, Callable[[_Reader, Any], Any]] = {
     "$ordereddict": lambda reader, content: OrderedDict(reader.pairs(content)),
     "$counter": lambda reader, content: Counter(dict(reader.pairs(content))),
     "$defaultdict": _Reader.defaulted,
+    "$object": lambda reader, content: reader.object(content),
 }

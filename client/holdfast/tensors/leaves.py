@@ -80,7 +80,7 @@ class Selection(NamedTuple):
     """The part of the state that an operation covers: some groups, without names that match a pattern on `group/name`.
 
     `cast`: floats of another dtype are rounded, too. `chosen`: the caller named the groups. `keep` are patterns over
-    `key/hyper-parameter` of optimizers whose live values stay.
+    `key/hyper-parameter` of optimizers whose live values stay. `requantise`: blocks of codes may become other blocks.
     """
 
     groups: frozenset[str]
@@ -88,6 +88,7 @@ class Selection(NamedTuple):
     cast: bool = False
     chosen: bool = False
     keep: tuple[str, ...] = ()
+    requantise: bool = False
 
     def takes(self, group: str, name: str) -> bool:
         return group in self.groups and not any(covers(pattern, group, name) for pattern in self.ignore)

@@ -51,6 +51,44 @@ def mesh_boxes(value: Any, local: Shape, name: str) -> tuple[list[Box], str, dic
         raise StateMismatch(f"tensor {name!r}: {misfit}", hint=hint) from None
 
 
+class Shards(NamedTuple):
+    """The boxes into which a tensor is cut, each once, in the order of their first elements, and the place in them of this
+    rank's; None if it has no elements.
+    """
+
+    shape: Shape
+    boxes: tuple[Box, ...]
+    own: int | None
+
+    @property
+    def box(self) -> Box | None:
+        return None if self.own is None else self.boxes[self.own]
+
+
+def shards_of(value: Storable, name: str) -> Shards | None:
+    """How all ranks together cut a tensor; None if that is not known, or if a rank's part is not one box."""
+    shape = global_shape(value)
+    if not is_dtensor(value):
+        return None if isinstance(value, Fragment | FragmentList) else Shards(shape, (whole(shape),), 0)
+    mesh: Any = value.device_mesh  # type: ignore[union-attr]
+    sizes, placements = [int(n) for n in mesh.shape], value.placements  # type: ignore[union-attr]
+    found: dict[tuple[int, ...], Box] = {}
+    for place in product(*map(range, sizes)):
+        parts = (_split(*cut, name, len(shape)) for cut in zip(placements, sizes, place, strict=True))
+        splits = [split for split in parts if split is not None]
+        cuts = [[split for split in splits if split.dimension == d] for d in range(len(shape))]
+        runs = [split_runs(n, cut) for n, cut in zip(shape, cuts, strict=True)]
+        if runs != [split_runs(n, _unstrided(cut)) for n, cut in zip(shape, cuts, strict=True)]:
+            return None
+        if any(len(run) > 1 for run in runs):
+            return None
+        if all(runs):
+            found[place] = Box(tuple(run[0][0] for run in runs), tuple(run[0][1] - run[0][0] for run in runs))
+    boxes = tuple(sorted(set(found.values())))
+    own = found.get(tuple(mesh.get_coordinate() or ()))
+    return Shards(shape, boxes, None if own is None else boxes.index(own))
+
+
 def is_alone(value: Any) -> bool:
     """Whether a DTensor's mesh has every rank, and shards it along every dimension of more than one rank."""
     sizes = tuple(int(n) for n in value.device_mesh.shape)
@@ -141,14 +179,18 @@ def _runs_along(dimension: int, size: int, local: Shape, splits: list[Split]) ->
     shapes both give the same. If they differ, the local length decides; if it cannot decide, this is a `ValueError`.
     """
     runs = split_runs(size, splits)
-    tensor_parallel_first = sorted(splits, key=lambda split: split.factor is not None)
-    fully_sharded = split_runs(size, [split._replace(factor=None) for split in tensor_parallel_first])
+    fully_sharded = split_runs(size, _unstrided(splits))
     length = local[dimension] if dimension < len(local) else 0
     candidates = [candidate for candidate in (runs, fully_sharded) if _length(candidate) == length]
     if not candidates or any(candidate != candidates[0] for candidate in candidates):
         how = "fits two layouts" if candidates else "does not fit its placements"
         raise ValueError(f"a local length of {length} in dimension {dimension} of {size} {how} {splits}")
     return candidates[0]
+
+
+def _unstrided(splits: Sequence[Split]) -> list[Split]:
+    """The cuts in the order in which fully_shard makes them: strided ones last, of what tensor parallelism left."""
+    return [split._replace(factor=None) for split in sorted(splits, key=lambda split: split.factor is not None)]
 
 
 class LivePiece(NamedTuple):

@@ -1,6 +1,7 @@
 """Renames the parameters in an optimizer's document, and merges the documents of several ranks.
 
-It works on the JSON text that `state_tensors` describes: parameters are named in `groups`, `state`, `masters` and `wrapped`.
+It works on the JSON text that `state_tensors` describes: parameters are named in `groups`, `state`, `masters`,
+`wrapped` and `blocks`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from holdfast_formats.errors import StateMismatch
 
 _PARTS = frozenset({"groups", "state", "masters", "kinds"})
 WRAPPED = "wrapped"  # what wrapper tensors are; missing where there are none
+BLOCKS = "blocks"  # of which parts of a tensor its blocks of codes are; missing where these are those of the whole
+IDLE = "idle"  # the parameters of which a rank has no state, though it has some of others; missing where there are none
 BEGAN = "began"  # the learning rates that groups began with where the user's own loop sets them; missing where it sets none
 
 
@@ -25,9 +28,9 @@ def renamed(text: str, names: Mapping[str, Sequence[str]]) -> str:
     document = _parsed(text)
     if document is None:
         return text
-    if kept := [name for name, _ in _items(document.get(WRAPPED, {}))]:
+    if kept := [name for part in (WRAPPED, BLOCKS) for name, _ in _items(document.get(part, {}))]:
         raise StateMismatch(
-            f"the optimizer's state of {kept[0]} is in wrapper tensors, whose blocks no layout or program can cut or join",
+            f"the optimizer's state of {kept[0]} is in blocks of codes, which no layout or program can cut or join",
             hint="leave the optimizer out: save(groups=…) or restore(groups=…)",
         )
     state: dict[str, Any] = {}
@@ -43,6 +46,7 @@ def renamed(text: str, names: Mapping[str, Sequence[str]]) -> str:
             groups[params[0] if params else first] = {**group, "params": params}
         if first in began and params:
             began[params[0]] = began.pop(first)
+    document.pop(IDLE, None)  # ranks of a declared layout have other parameters
     renamed_parts = {"groups": _ordered(groups), "state": _ordered(state), "masters": _ordered(masters)}
     return _text({**document, **renamed_parts, **({BEGAN: _ordered(began)} if began else {})})
 
@@ -75,12 +79,17 @@ def merged(texts: Sequence[str]) -> str:
     masters: dict[str, dict[str, None]] = {}
     groups: dict[str, Any] = {}
     wrapped: dict[str, Any] = {}
+    idle: dict[str, None] = {}
+    blocks: dict[str, Any] = {}
     seen: set[str] = set()
     began: dict[str, Any] = {}
     for document in known:
         began.update(_items(document.get(BEGAN, {})))
         for name, kept in _items(document.get(WRAPPED, {})):
             wrapped.setdefault(name, kept)
+        for name, kept in _items(document.get(BLOCKS, {})):
+            blocks.setdefault(name, kept)
+        idle.update(dict.fromkeys(document.get(IDLE, ())))
         for name, kept in _items(document["state"]):
             state.setdefault(name, kept)
         for key, kind in _items(document["kinds"]):
@@ -92,9 +101,10 @@ def merged(texts: Sequence[str]) -> str:
             seen.update(params)
             _join(groups, first, {**group, "params": params})
     listed = {key: list(names) for key, names in masters.items()}
-    parts = {"groups": groups, "state": state, "masters": listed, "kinds": kinds}
-    parts |= {part: held for part, held in ((WRAPPED, wrapped), (BEGAN, began)) if held}
-    made = {**known[0], **{part: _ordered(held) for part, held in parts.items()}}
+    parts: dict[str, Any] = {"groups": groups, "state": state, "masters": listed, "kinds": kinds}
+    parts |= {part: held for part, held in ((WRAPPED, wrapped), (BLOCKS, blocks), (BEGAN, began)) if held}
+    parts |= {IDLE: list(idle)} if idle else {}
+    made = {**known[0], **{part: _ordered(held) if isinstance(held, dict) else held for part, held in parts.items()}}
     if "$keys" in made:  # others may have parts that the first one lacks
         made["$keys"] = [*made["$keys"], *(part for part in parts if part not in made["$keys"])]
     return _text(made)

@@ -79,6 +79,9 @@ class Regrown(NamedTuple):
     tensors: dict[str, Storable]
     unknown: tuple[str, ...]
     build: Callable[[], Any]
+    build_before: Callable[
+        [], Any
+    ]  # before the tensors are filled: with a `StoredObject` in the place of registered objects
 
 
 def regrow(text: str, path: str, spec: Callable[[str], tuple[str, Shape] | None], live: Mapping[str, Storable]) -> Regrown:
@@ -106,4 +109,5 @@ def regrow(text: str, path: str, spec: Callable[[str], tuple[str, Shape] | None]
         tensors,
         tuple(name for name, known in specs.items() if known is None),
         lambda: json_values.loads(text, path, fetch),
+        lambda: json_values.loads(text, path, fetch, made=False),
     )

@@ -7,8 +7,9 @@ described as data. Rebuilding imports nothing: the class has to be loaded alread
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -22,13 +23,18 @@ _SCALARS = (bool, int, float, str, type(None))
 Description = dict[str, Any]  # "class", "context", "shape", "stride", "inner": JSON values
 
 
-def is_wrapped(value: object) -> bool:
+def is_wrapped(value: object) -> TypeGuard[torch.Tensor]:
     """Whether this tensor's values are in tensors that it holds; not DTensors (parts with places) nor nested tensors
     (no sizes).
     """
     if type(value) in _PLAIN or not isinstance(value, torch.Tensor) or is_dtensor(value) or value.is_nested:
         return False
     return is_traceable_wrapper_subclass(value)
+
+
+def held_by(value: object) -> object:
+    """The tensor of this rank in a DTensor, as it is: its `to_local()` may be a copy if it is a wrapper. Else the value."""
+    return value._local_tensor if is_dtensor(value) else value  # type: ignore[attr-defined]
 
 
 def inner(value: torch.Tensor, path: str) -> dict[str, torch.Tensor]:
@@ -54,6 +60,20 @@ def describe(value: torch.Tensor, path: str) -> Description:
         "stride": list(value.stride()),
         "inner": [str(name) for name in names],
     }
+
+
+def reshaped(description: Description, shape: Sequence[int]) -> Description:
+    """The description of a tensor of the same kind with another shape, of this rank's part or of the whole."""
+    stride = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    context = _with_shape(description["context"], description["shape"], list(shape))
+    return {**description, "context": context, "shape": list(shape), "stride": stride}
+
+
+def _with_shape(context: Any, before: list[int], after: list[int]) -> Any:
+    match context:
+        case [str(kind), list(items)]:
+            return [kind, after if items == before else [_with_shape(item, before, after) for item in items]]
+    return context
 
 
 def class_name(kind: type) -> str:

@@ -70,7 +70,7 @@ def test_wrapper_tensors_of_several_ranks() -> None:
     found = json_values.loads(merged(texts), "optim")["wrapped"]
     assert found == {"b": {"m": {"class": "x:Y"}}, "a": {"m": {"class": "x:Z"}}}
     assert renamed(texts[2], {"a": ["b"]}) == texts[2]
-    with pytest.raises(StateMismatch, match="the optimizer's state of b is in wrapper tensors"):
+    with pytest.raises(StateMismatch, match="the optimizer's state of b is in blocks of codes"):
         renamed(texts[0], {"b": ["c"]})
 
 

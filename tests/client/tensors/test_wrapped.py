@@ -14,6 +14,7 @@ from holdfast import Checkpointer
 from holdfast.read.root_directory import open_checkpoint
 from holdfast.state.hyper_parameters import FirstRates
 from holdfast.state.optimizers import KeyedOptimizers
+from holdfast.state.partitioned.owners import RestoredForAll
 from holdfast.tensors import wrapped
 from holdfast.tensors.fragments import Fragment
 from holdfast.tensors.leaves import Content
@@ -239,7 +240,7 @@ def test_state_of_a_sharded_parameter_is_refused() -> None:
     optimizer.step()
     names = {id(parameter): ("w", Fragment(parameter.data, (4, 8), offset=(2, 0)))}
     with pytest.raises(InvalidRequest, match="w/momentum is a Blocks, and its parameter is sharded"):
-        KeyedOptimizers("optim", (optimizer,), names, FirstRates()).collect(Content())
+        KeyedOptimizers("optim", (optimizer,), names, FirstRates(), RestoredForAll()).collect(Content())
 
 
 def test_what_cannot_be_described_is_refused() -> None:

@@ -146,7 +146,7 @@ def _tree(manifest: Manifest, values: Mapping[str, Mapping[str, str]]) -> dict[s
 
 
 def _decoded(group: str, key: str, text: str) -> Any:
-    return json_values.loads(text, key, lambda kind, name: StoredLeaf(group, name, kind == "array"))
+    return json_values.loads(text, key, lambda kind, name: StoredLeaf(group, name, kind == "array"), made=False)
 
 
 def _add_optimizers(tree: dict[str, Any], held: list[str], texts: Mapping[str, str], manifest: Manifest) -> None:
