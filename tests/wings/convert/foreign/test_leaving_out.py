@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
 from holdfast_formats.mapping.listing import ForeignListing, PartLeftOut
 from holdfast_formats.rest.jobs import ReadOptions
 from holdfast_service.storage import hub_snapshot
@@ -158,3 +158,13 @@ def test_keys_of_dcp(tmp_path: Path) -> None:
     listing = read(tmp_path, "bad", "other")
     assert {key.name for key in listing.tensors} == set(WEIGHTS)
     assert listing.left_out == (PartLeftOut("other", ("--leave-out other",), 1, 8), PartLeftOut("bad", ("--leave-out bad",)))
+
+
+def test_every_error_has_a_hint(tmp_path: Path) -> None:
+    """Also one that a reader raises without: it names the option that leaves the file out."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="has no peft_type") as refused:
+        read(tmp_path)
+    assert refused.value.hint.endswith("if it is not needed, go on without: --leave-out adapter_config.json")
+    assert leaving_out.way_out(StateMismatch("it is odd")) == "save it again with the program that wrote it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import ForeignListing
 from holdfast_formats.rest.jobs import ReadOptions
@@ -30,7 +30,12 @@ class ForeignKind(NamedTuple):
         is refused and not left out, and `InvalidRequest` for a pattern that matches nothing.
         """
         hiding = HidingFiles(files, options.leave_out)
-        return leaving_out.chosen(self.lists(hiding, options), hiding, options)
+        try:
+            listing = self.lists(hiding, options)
+        except CheckpointError as error:
+            error.hint = error.hint or leaving_out.way_out(error)
+            raise
+        return leaving_out.chosen(listing, hiding, options)
 
 
 def kind_named(name: str, kinds: tuple[ForeignKind, ...]) -> ForeignKind:

@@ -158,6 +158,13 @@ def way_on(names: Iterable[str], weights: bool = False) -> str:
     return f"go on without: {' '.join(map(option, listed[:NAMED]))}{more}" + ("" if weights else f", or {WEIGHTS_ONLY}")
 
 
+def way_out(error: CheckpointError) -> str:
+    """The hint of an error that has none: the file, or the part, may not be needed."""
+    named = [str(error.members[key]) for key in ("tensor", "file") if error.members.get(key)][:1]
+    again = "save it again with the program that wrote it"
+    return f"{again}, or, if it is not needed, {way_on(named, weights=True)}" if named else again
+
+
 def _error(refused: Sequence[RefusedPart]) -> CheckpointError:
     error = refused[0].error
     weights = any(part.group not in NOT_WEIGHTS for part in refused)
