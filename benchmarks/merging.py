@@ -44,6 +44,14 @@ from tests.job_requests import a_merge, an_import
 RATIO_MIN = 0.6  # of cp's speed, for writing
 MEMORY_BYTES_MAX = 512 * 2**20
 METHODS = ("linear", "task_arithmetic", "slerp", "ties", "dare_linear", "breadcrumbs", "della_linear")
+OTHERS = {"slerp": 1, "nearswap": 1, "arcee_fusion": 1, "nuslerp": 2}
+WITHOUT_A_BASE = ("linear", "karcher")
+PARAMETERS = {  # a weight that is not 1: a plain mean is only sums
+    **dict.fromkeys(("linear", "task_arithmetic", "nuslerp", "multislerp"), "{weight: 0.4}"),
+    **dict.fromkeys(("slerp", "nearswap"), "{t: 0.4}"),
+    **dict.fromkeys(("karcher", "model_stock", "arcee_fusion"), "{}"),
+    "sce": "{select_topk: 0.3}",
+}
 COLUMNS, TENSOR_BYTES, FILE_TENSORS = 4096, 128 * 2**20, 16
 PATTERNS = 3  # different tensors; the others have the same values
 BASE = "base"
@@ -59,21 +67,15 @@ class MergeRun(NamedTuple):
 
 
 def sources_of(method: str, models: int) -> list[str]:
-    """The runs that a method reads; `slerp` takes one model besides the base."""
-    return [BASE, *(f"model{number}" for number in range(1 if method == "slerp" else models))]
+    """The runs that a method reads; some take a fixed number of models besides the base."""
+    return [BASE, *(f"model{number}" for number in range(OTHERS.get(method, models)))]
 
 
 def recipe_of(method: str, models: int) -> str:
     base, *others = sources_of(method, models)
-    if method == "linear":
-        listed, head = [base, *others], ""
-        shared = "{weight: 0.4}"  # not 1: a plain mean is only sums
-    else:
-        listed, head = others, f"base_model: {base}@0\n"
-        shared = "{t: 0.4}" if method == "slerp" else "{weight: 0.4, density: 0.6}"
-        if method == "task_arithmetic":
-            shared = "{weight: 0.4}"
+    listed, head = (others, f"base_model: {base}@0\n") if method not in WITHOUT_A_BASE else ([base, *others], "")
     named = "".join(f"  - {{model: {one}@0}}\n" for one in listed)
+    shared = PARAMETERS.get(method, "{weight: 0.4, density: 0.6}")
     return f"merge_method: {method}\n{head}models:\n{named}parameters: {shared}\n"
 
 

@@ -8,16 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from mergekit.architecture import json_definitions
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast_formats import naming
 from holdfast_formats.rest.offline import RootJob
 from holdfast_service.offline.__main__ import main
+from holdfast_service.wings.merge.stacking import is_before_layers
+from holdfast_service.wings.merge.token_rows import is_of_tokens
 from tests.job_requests import a_merge
 from tests.wings.merge import zoo
 from tests.wings.merge.make_reference import by_mergekit
 from tests.wings.merge.published import DRAWN, RECIPES, agrees, by_token, text_of
+
+# An old form, whose head is a layer.
+OTHER_NAMES = frozenset({"phi-1"})
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +54,21 @@ def test_the_same_model(models: Path, tmp_path: Path, name: str, monkeypatch: py
     check_files(made, tmp_path / "wanted")
     if "base_model" in text_of(name):  # without one, mergekit takes the tokenizer of a model at random
         check_tokenizer(made, tmp_path / "wanted")
+
+
+def test_what_is_before_the_layers() -> None:
+    """Of every architecture of one module that mergekit knows, and which tensors have a row for each token."""
+    seen = 0
+    for file in Path(json_definitions.__file__).parents[1].glob("_data/architectures/*.json"):
+        about = json.loads(file.read_text())
+        if about.get("modules") or file.stem in OTHER_NAMES:
+            continue
+        for key, before in (("pre_weights", True), ("post_weights", False)):
+            for weight in about[key]:
+                assert is_before_layers(weight["name"]) == before, (file.name, weight["name"])
+                assert is_of_tokens(weight["name"]) == (weight.get("vocabulary_axis") == 0), (file.name, weight["name"])
+                seen += 1
+    assert seen > 80
 
 
 def check_files(made: Path, wanted: Path) -> None:

@@ -32,7 +32,7 @@ def tokens(name: str, words: str) -> ModelTokens:
 
 def model(name: str) -> Model:
     tensor = ForeignTensor(TensorSpec(name, NAME, "F32", ROWS[name].shape), ())
-    return Model(name, {NAME: tensor, "model.norm.weight": tensor}, {})
+    return Model(name, {NAME: tensor, "model.layers.0.w": tensor}, {})
 
 
 def aligned(name: str, *sources: TokenSource, base: str | None = None, multiple: int = 1, step: int = 99) -> NDArray[Any]:
@@ -95,6 +95,19 @@ def test_rows_that_are_not_there(wrong: TokenSource, what: str) -> None:
     with pytest.raises(InvalidRequest, match=what) as refused:
         aligned("c", wrong)
     assert refused.value.members["line"] == 7 and refused.value.hint
+
+
+def test_unknown_names() -> None:
+    """A tensor that seems to have a row for each token stops the merge, if rows would move."""
+    odd = model("a")
+    odd = odd._replace(tensors={**odd.tensors, "words.weight": odd.tensors[NAME]})
+    for words, fits in (("xyz", True), ("xyzw", False), ("yxz", False)):
+        alignment = Alignment(tokens("r", words), {"a": tokens("a", "xyz")}, {}, None, 1)
+        if fits:
+            alignment.aligned(StackedPart([odd], {}, {}))
+        else:
+            with pytest.raises(StateMismatch, match=r"words\.weight"):
+                alignment.aligned(StackedPart([odd], {}, {}))
 
 
 def test_terms_identify_rows() -> None:

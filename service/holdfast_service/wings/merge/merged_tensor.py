@@ -42,7 +42,9 @@ class MergedTensor:
         self._spec = spec
         self._row = row = terms.begin(spec.shape).row
         if row > ROW_ELEMENTS_MAX:
-            raise LimitExceeded(f"tensor {spec.name!r} has rows of over {ROW_ELEMENTS_MAX} elements, which cannot be ranked")
+            raise LimitExceeded(
+                f"tensor {spec.name!r} has rows of over {ROW_ELEMENTS_MAX} elements, which are computed at once"
+            )
         self._block = max(BLOCK_ELEMENTS // (row * _ALIGNED), 1) * _ALIGNED * row if row * _ALIGNED <= 2**22 else row
         self._chunk = max(chunk // row, 1) * row if chunk else self._block
         self._stretches = RangePipeline(inputs, max(self._block, self._chunk), spaces or Workspaces())

@@ -39,6 +39,11 @@ class StackedPart(NamedTuple):
     sources: Mapping[str, tuple[str, ...]]  # each tensor's names in the models
 
 
+def is_before_layers(name: str) -> bool:
+    """Whether a tensor of no layer is used before the first one."""
+    return _BEFORE.search(name) is not None
+
+
 def parts(recipe: MergeRecipe, models: Mapping[str, Model]) -> Iterator[StackedPart]:
     """The parts of the result, as many as the recipe's, of models by their names.
 
@@ -84,7 +89,7 @@ def _view(model: Model, of: RecipeModel, first: int, before: bool, behind: bool)
     for name in model.tensors:
         found = layer_of(name)
         if found is None:
-            if before if _BEFORE.search(name) else behind:
+            if before if is_before_layers(name) else behind:
                 names[name] = name
         elif found.number in of.layers:
             names[found.renumbered(first + found.number - of.layers.start)] = name

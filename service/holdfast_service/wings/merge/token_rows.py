@@ -19,11 +19,13 @@ from holdfast_formats.mapping.listing import FetchBox, ForeignTensor
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.merge.scanning import BLOCK_ELEMENTS
+from holdfast_service.wings.merge.settings import layer_of
 from holdfast_service.wings.merge.stacking import Model, StackedPart
 from holdfast_service.wings.merge.vocabulary import ModelTokens, TokenSource
 
 _OF_TOKENS = re.compile(
     r"(?:^|\.)(?:embed_tokens|tok_embeddings|embed_in|embed_out|wte|word_embeddings|lm_head|output_layer)\.(?:weight|bias)$"
+    r"|(?:^|\.)(?:lm_head\.(?:decoder|linear)|vocab_projector)\.(?:weight|bias)$"
     r"|^(?:shared|output|backbone\.embeddings)\.weight$|^cls\.predictions\.(?:decoder\.weight|bias)$"
 )
 _NONE, _MEAN = -1, -2  # instead of a row of the model: given apart, or the mean of all others
@@ -113,10 +115,13 @@ class Alignment(NamedTuple):
     def aligned(self, part: StackedPart) -> StackedPart:
         """A part whose models' tensors with a row for each token have the result's rows.
 
-        Raises `StateMismatch` for a tensor without rows; `InvalidRequest` by line for a source that the part lacks.
+        Raises `StateMismatch` for a tensor that seems to have such rows under an unknown name; `InvalidRequest` by line
+        for a source that the part lacks.
         """
         names = [name for name in part.models[0].tensors if is_of_tokens(name)]
         models = list(part.models)
+        for model in models:
+            self._refuse_unknown(model)
         for name in names:
             have = [number for number, model in enumerate(models) if name in model.tensors]
             tensors = self._tensors(name, [part.models[number] for number in have])
@@ -145,6 +150,20 @@ class Alignment(NamedTuple):
             needed = {number: places for number, places in apart.items() if here[number] == _NONE}
             made.append(ForeignTensor(wide, (), decoder=VocabularyRows(inputs, place, here, needed)))
         return made
+
+    def _refuse_unknown(self, model: Model) -> None:
+        """Refuse what would keep its rows while the tokens move."""
+        numbers, made = self.of_models[model.name].numbers, self.result.numbers
+        rows = {tensor.spec.shape[:1] for name, tensor in model.tensors.items() if is_of_tokens(name)}
+        if rows <= {(self.rows,)} and all(numbers.get(token) == number for token, number in made.items()):
+            return
+        for name, tensor in model.tensors.items():
+            if tensor.spec.shape[:1] in rows and not is_of_tokens(name) and layer_of(name) is None:
+                raise StateMismatch(
+                    f"{model.name}: tensor {name!r} has as many rows as there are tokens, but no name that Holdfast knows",
+                    hint="delete the recipe's tokenizer, and merge models with one vocabulary",
+                    tensor=name,
+                )
 
     def _own(self, model: Model, tensor: ForeignTensor) -> NDArray[np.int64]:
         """The model's own row of each row of the result."""
