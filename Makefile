@@ -29,7 +29,7 @@ DOCS := $(VENV)/.docs
 RELEASE := $(VENV)/.release
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test collected crash frozen fuzz attack cluster soak objects e2e browser engine versions lock dist installed integrations official bench docs check types style format clean tools
+.PHONY: help demo serve test collected crash frozen fuzz attack cluster soak objects e2e browser engine versions lock dist installed integrations corpus official bench docs check types style format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -115,6 +115,11 @@ installed: ## the wheel of dist/ in an environment of its own: the commands, and
 
 integrations: $(READY) ## the adapters inside their real frameworks, each in an environment of its own; ONLY="peft dcp"
 	$(BIN)/python -m tests.integrations $(ONLY)
+
+# Ten minutes on two cores, and as much again in which pip makes the environments, once.
+CASES ?=
+corpus: $(READY) ## checkpoints that real libraries write: imported, compared bit by bit, exported, loaded; CASES="peft timm"
+	$(BIN)/python -m tests.corpus $(CASES)
 
 official: $(READY) ## tests of the frameworks themselves, without Holdfast and with it; ONLY="accelerate" SOURCES=/checkouts
 	$(BIN)/python -m tests.integrations.official $(ONLY) $(if $(SOURCES),--sources $(SOURCES))

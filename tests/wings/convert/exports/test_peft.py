@@ -69,6 +69,13 @@ def test_a_conversion_that_loses_is_said(tmp_path: Path) -> None:
     assert "rounded from bfloat16 to float16" in note
 
 
+def test_prompts_have_no_prefix(tmp_path: Path) -> None:
+    """PEFT names the tensors of prompt tuning, prefix tuning and p-tuning by themselves."""
+    source = made(tmp_path / "step", {"adapter": {"prompt_embeddings": np.zeros((4, 8), "f4")}}, assets=ASSETS).source
+    written = [one for one in peft.plan(source, ExportOptions()).files if one.name == "adapter_model.safetensors"]
+    assert len(written) == 1
+
+
 def test_names_of_others_are_refused(tmp_path: Path) -> None:
     """PEFT would load such a file without a word and use nothing of it."""
     source = made(tmp_path / "step", {"adapter": {**ADAPTER, "q.lora_A": np.zeros(2)}}, assets=ASSETS).source

@@ -181,6 +181,14 @@ def test_what_else_a_zip_file_may_hold(tmp_path: Path) -> None:
             pickles.read_torch(one_file(data), "f")
 
 
+def test_programs_are_named_by_their_compressed_code(tmp_path: Path) -> None:
+    """torch.jit.save compresses it; the way on is not to store the same program uncompressed."""
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "f")
+    with pytest.raises(CheckpointError) as refused:
+        pickles.read_torch(one_file((tmp_path / "f").read_bytes()), "f")
+    assert "torch.jit.load(FILE).state_dict()" in refused.value.hint
+
+
 def test_members_that_share_bytes(tmp_path: Path) -> None:
     """Two members that overlap, or have one name, are refused: one of them would be read as the other."""
     data = bytearray(_zip(_members(tmp_path)))

@@ -31,6 +31,7 @@ def put(directory: Path, files: dict[str, bytes]) -> OnDisk:
         ({"ckpt-1.index": b"", "ckpt-1.data-00000-of-00001": b"", "checkpoint": b""}, "a checkpoint of TensorFlow"),
         ({"model.keras": b""}, "a model of Keras"),
         ({"flax_model.msgpack": b"", "config.json": b"{}"}, "a model of Flax"),
+        ({"model.pt2": b""}, "a program that torch.export saved"),
         ({"model.onnx": b"", "config.json": b"{}"}, "a model of ONNX"),
         ({"rank0.engine": b""}, "an engine of TensorRT"),
         ({"model.mlpackage/Data/x": b""}, "a model of Core ML"),

@@ -26,6 +26,7 @@ GROUPS = ("adapter", "adapter_model")  # an imported adapter, and one that a tra
 CONFIG = "adapter_config.json"
 STEM = "adapter_model"
 _OF_THE_BASE = frozenset({"config.json", "generation_config.json"})
+_PROMPTS = frozenset({"prompt_embeddings", "prefix_task_cols", "prefix_task_rows"})  # of prompt learning, without a prefix
 _FILE_BYTES_MAX = 2**62  # PEFT reads one file
 
 
@@ -50,7 +51,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     tensors = {name: tensor for name, tensor in source.group(group).items() if not is_of_rank(name)}
     refuse_sub_byte(tensors)
     ties = source.ties(group)  # PEFT reads every name, and takes its own values for one that is missing
-    foreign = [name for name in (*tensors, *ties) if not name.startswith("base_model.")]
+    foreign = [name for name in (*tensors, *ties) if not name.startswith("base_model.") and name not in _PROMPTS]
     if foreign:
         raise StateMismatch(f"{min(foreign)!r} is not a PEFT name", hint="PEFT's names begin with base_model.")
     mapped = [

@@ -40,6 +40,11 @@ _SIGNS = (
     ),
     _Sign((r".+\.(keras|h5|hdf5)",), "a model of Keras", f"load it: keras.saving.load_model(FILE).get_weights(); {_SAVE}"),
     _Sign((r"flax_model.*\.msgpack",), "a model of Flax", f"load it: flax.serialization.msgpack_restore(DATA); {_SAVE}"),
+    _Sign(
+        (r".+\.pt2",),
+        "a program that torch.export saved",
+        "save its weights: torch.save(torch.export.load(FILE).state_dict, 'model.pt')",
+    ),
     _Sign((r".+\.onnx(_data)?",), "a model of ONNX", _TORCH),
     _Sign((r".+\.(engine|plan)",), "an engine of TensorRT", _TORCH),
     _Sign((r".+\.(mlmodel|mlpackage)",), "a model of Core ML", _TORCH),

@@ -23,7 +23,6 @@ _LEGACY_PROTOCOL = 1001
 _SIZE_BYTES = 8
 VALUE_BYTES_MAX = 64  # of a storage whose CRC-32 is compared at once: a number, which a caller may use before all is copied
 _MARKS = {"data.pkl", "byteorder", "version", ".format_version", ".storage_alignment", ".data/serialization_id"}
-_SCRIPT = "it is a TorchScript program: save the state_dict of the original module"
 
 
 class _StorageId(NamedTuple):
@@ -63,7 +62,7 @@ def read_zip(zip_file: ZipWindow, allowed: Collection[str], opaque: bool = False
     held = zip_members.members(zip_file)
     roots = {name[: -len("data.pkl")] for name in held if name.endswith("/data.pkl") and name.count("/") == 1}
     if any(name.rpartition("/")[2] == "constants.pkl" for name in held):
-        raise zip_file.refused("it was not written by torch.save", _SCRIPT)
+        raise zip_file.refused("it was not written by torch.save", zip_members.SCRIPT)
     if len(roots) != 1:
         raise zip_file.refused("the zip file does not have exactly one data.pkl")
     (root,) = roots

@@ -16,6 +16,7 @@ from holdfast_formats.mapping.listing import StoredMember
 
 MEMBERS_MAX = 2**17
 DIRECTORY_BYTES_MAX = 2**25
+SCRIPT = "it is a TorchScript program: torch.save(torch.jit.load(FILE).state_dict(), 'model.pt') saves its weights"
 NAME_BYTES_MAX = 512
 READ_BYTES = 2**20  # at once
 MAGIC = b"PK\x03\x04"
@@ -136,7 +137,8 @@ def _member(zip_file: ZipWindow, data: bytes, at: int) -> ZipMember:
     extra_at = at + _ENTRY.size + name_bytes
     packed, size, header = _sizes(zip_file, entry, data[extra_at : extra_at + extra_bytes])
     if entry[4] != 0 or packed != size or entry[3] & 1:
-        raise zip_file.refused(f"its member {name!r} is compressed or encrypted", "store the members uncompressed")
+        hint = SCRIPT if "/code/__torch__/" in name else "store the members uncompressed"
+        raise zip_file.refused(f"its member {name!r} is compressed or encrypted", hint)
     return ZipMember(name, zip_file.start + header, size, 0, entry[7])
 
 
