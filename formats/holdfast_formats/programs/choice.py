@@ -17,7 +17,7 @@ from holdfast_formats.tensors import TensorSpec
 
 AUTO = "auto"  # the program that makes the live tensors of a checkpoint's
 _INVERSE, _WEIGHTS = "-inverse", "model"
-_EXPERTS = "hf-stacked"  # programs for experts, which most need who let one be chosen
+_EXPERTS = "hf-stacked"  # programs for experts, the ones most often needed
 
 
 @cache

@@ -125,7 +125,7 @@ class BlockResume:
     def take(self, parameter: Parameter, one: StoredBlocks, kind: str) -> None:
         """Want stored blocks for what the optimizer has, or for new ones.
 
-        Raises `StateMismatch`, by name, if this rank's blocks are others and nobody asked to quantise them again.
+        Raises `StateMismatch`, by name, if this rank's blocks are others and `requantise` is not given.
         """
         path = f"{self.key}: {parameter.name}/{one.parts.key}"
         self.done |= {(GROUP, f"{one.name}/{key}") for key in (*one.parts.all, one.parts.key)}
@@ -173,7 +173,7 @@ class BlockResume:
         return created
 
     def take_plain(self, parameter: Parameter, key: str, live: LiveBlocks) -> None:
-        """Want stored plain values for live blocks; `StateMismatch`, by name, if nobody asked to quantise them."""
+        """Want stored plain values for live blocks; `StateMismatch`, by name, without `requantise`."""
         name, path = f"{parameter.name}/{key}", f"{self.key}: {parameter.name}/{key}"
         spec = self.stored.spec(GROUP, name)
         assert spec is not None
