@@ -119,6 +119,9 @@ def plan_import(source: Files, goal: Goal, options: ImportArguments) -> PlannedI
     kind = choose(watched, options.kind, KINDS, options.leave_out)
     listing = kind.read(watched, options)
     wanted = mapping.mapped(watched, listing, options.program)
+    if not wanted.tensors and listing.left_out:
+        options_used = dict.fromkeys(option for part in listing.left_out for option in part.options)
+        raise InvalidRequest(f"every tensor was left out, by {' '.join(options_used)}", hint="leave out less")
     if not wanted.tensors:
         raise StateMismatch(f"{kind.title} has no tensors to import", hint="check the directory's path")
     return planned(watched, listing, wanted, goal)._replace(chosen=options.chosen)

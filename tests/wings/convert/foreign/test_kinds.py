@@ -6,8 +6,9 @@ import pytest
 
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.mapping.listing import ForeignListing
+from holdfast_formats.mapping.listing import ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.rest.jobs import EXPORT_KINDS, IMPORT_KINDS, ReadOptions
+from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.exports import kinds as exports
 from holdfast_service.wings.convert.foreign import known_kinds
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind, choose
@@ -53,3 +54,25 @@ def test_none_and_two_are_refused() -> None:
     assert caught.value.hint == "choose one: --from a, or --from b"
     with pytest.raises(InvalidRequest, match="unknown kind 'c'"):
         choose(FilesInMemory({}), "c", (A, B))
+
+
+def test_a_hint_names_an_option_that_helps() -> None:
+    """Where a reader gives none: the import is tried with it, in this order: the tensor, the file, the weights alone."""
+    spec = TensorSpec("model", "w", "F32", (1,))
+
+    def read(files: Files, options: ReadOptions) -> ForeignListing:
+        if "x.a" not in files.list(""):
+            raise StateMismatch("there is no x.a", file="x.a")
+        if "y" in files.list("") and not options.weights_only:
+            raise StateMismatch("y is odd", file="z" if "z" in files.list("") else "y", tensor="w")
+        return ForeignListing("a", {TensorKey("model", "w"): ForeignTensor(spec, ())}, ())
+
+    def hint(*names: str) -> str:
+        with pytest.raises(StateMismatch) as refused:
+            A._replace(lists=read).read(FilesInMemory(dict.fromkeys(names, b"")), ReadOptions())
+        return refused.value.hint
+
+    again = "copy it again from its source, or save it again with the program that wrote it"
+    assert hint("x.a", "y") == f"{again}; or, if it is not needed, go on without: --leave-out y"
+    assert hint("x.a", "y", "z") == f"{again}; or import the weights alone: --weights-only"
+    assert hint("y") == again

@@ -12,8 +12,9 @@ import torch
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
 from holdfast_formats.mapping.listing import ForeignListing, PartLeftOut
-from holdfast_formats.rest.jobs import ReadOptions
+from holdfast_formats.rest.jobs import ImportArguments, ReadOptions
 from holdfast_service.storage import hub_snapshot
+from holdfast_service.wings.convert import importing
 from holdfast_service.wings.convert.foreign import leaving_out
 from holdfast_service.wings.convert.foreign.kinds import choose
 from holdfast_service.wings.convert.foreign.known_kinds import KINDS
@@ -161,10 +162,28 @@ def test_keys_of_dcp(tmp_path: Path) -> None:
 
 
 def test_every_error_has_a_hint(tmp_path: Path) -> None:
-    """Also one that a reader raises without: it names the option that leaves the file out."""
+    """Also one that a reader raises without; the option that leaves a file out is named only if that helps."""
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="has no peft_type") as refused:
         read(tmp_path)
-    assert refused.value.hint.endswith("if it is not needed, go on without: --leave-out adapter_config.json")
-    assert leaving_out.way_out(StateMismatch("it is odd")) == "save it again with the program that wrote it"
+    assert refused.value.hint == "copy it again from its source, or save it again with the program that wrote it"
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    """It is essential, so the hint says how to write it again."""
+    (tmp_path / "bad.ckpt").write_bytes(b"hello, world")
+    with pytest.raises(StateMismatch, match=r"bad\.ckpt is not a file of torch\.save: it begins with") as refused:
+        read(tmp_path)
+    assert refused.value.hint.startswith("download or copy it again") and "--leave-out" not in refused.value.hint
+
+
+def test_everything_left_out(training: Path) -> None:
+    """All files, and all tensors, by the options that left them out."""
+    with pytest.raises(InvalidRequest, match=r"everything in the source was left out, by --leave-out '\*'") as refused:
+        read(training, "*")
+    assert refused.value.hint == "leave out less: the source has run.pt"
+    wanted = ImportArguments.model_validate({"from": "here", "leave_out": ["model/*", "optimizer", "cfg"]})
+    with pytest.raises(InvalidRequest, match="every tensor was left out, by --leave-out") as refused:
+        importing.plan_import(hub_snapshot.opened(training), importing.Goal("r", 1, 0), wanted)
+    assert refused.value.hint == "leave out less"

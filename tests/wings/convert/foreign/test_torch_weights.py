@@ -121,8 +121,12 @@ def test_training_state_beside_it(directory: Path) -> None:
     with pytest.raises(StateMismatch, match=r"optimizer.pt is training state"):
         DIRECTORY_KIND.read(hub_snapshot.opened(directory), ReadOptions())
     (directory / "pytorch_model.bin").rename(directory / "a.pt")
-    with pytest.raises(StateMismatch, match=r"several torch files: a.pt, optimizer.pt"):
+    with pytest.raises(StateMismatch, match=r"several torch files: a.pt, optimizer.pt") as refused:
         FILE_KIND.read(hub_snapshot.opened(directory), ReadOptions())
+    one = "`holdfast import SRC/a.pt RUN@STEP`"
+    assert refused.value.hint == f"import one of them: {one}; or go on without: --leave-out optimizer.pt"
+    with pytest.raises(StateMismatch, match=r"no file of torch\.save"):
+        FILE_KIND.read(hub_snapshot.opened(directory), ReadOptions(leave_out=("*.pt",)))
 
 
 def test_a_file_that_is_cut_off(directory: Path) -> None:

@@ -55,9 +55,10 @@ def test_what_it_is(tmp_path: Path, files: dict[str, bytes], what: str) -> None:
 
 
 def test_one_checkpoint_of_several_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StateMismatch) as refused:
-        choose(put(tmp_path, {"checkpoint-100/x": b"", "checkpoint-200/x": b""}), None, KINDS)
-    assert refused.value.hint == "import one of them: checkpoint-200"
+    """The newest, by its number."""
+    with pytest.raises(StateMismatch, match=r"\(checkpoint-10\)") as refused:
+        choose(put(tmp_path, {"checkpoint-5/x": b"", "checkpoint-10/x": b""}), None, KINDS)
+    assert refused.value.hint == "import one of them, such as the newest: SRC/checkpoint-10"
 
 
 def test_anything_else(tmp_path: Path) -> None:

@@ -29,13 +29,22 @@ class ForeignKind(NamedTuple):
         """What a directory holds, without what the options leave out. Raises what `lists` does, the error of a part that
         is refused and not left out, and `InvalidRequest` for a pattern that matches nothing.
         """
-        hiding = HidingFiles(files, options.leave_out)
         try:
-            listing = self.lists(hiding, options)
+            return self._read(files, options)
         except CheckpointError as error:
-            error.hint = error.hint or leaving_out.way_out(error)
+            error.hint = error.hint or leaving_out.way_out(error, options, lambda less: self._goes_on(files, less))
             raise
-        return leaving_out.chosen(listing, hiding, options)
+
+    def _read(self, files: Files, options: ReadOptions) -> ForeignListing:
+        hiding = HidingFiles(files, options.leave_out)
+        return leaving_out.chosen(self.lists(hiding, options), hiding, options)
+
+    def _goes_on(self, files: Files, options: ReadOptions) -> bool:
+        """Whether an import with these options has tensors."""
+        try:
+            return self.recognises(HidingFiles(files, options.leave_out)) and bool(self._read(files, options).tensors)
+        except CheckpointError:
+            return False
 
 
 def kind_named(name: str, kinds: tuple[ForeignKind, ...]) -> ForeignKind:
@@ -62,5 +71,10 @@ def choose(source: Files, wanted: str | None, kinds: tuple[ForeignKind, ...], le
         raise StateMismatch(
             f"the directory may be {' or '.join(kind.title for kind in fitting)}",
             hint=f"choose one: --from {fitting[0].name}, or --from {fitting[1].name}",
+        )
+    if files.hidden and not files.list(""):
+        raise InvalidRequest(
+            f"everything in the source was left out, by {' '.join(map(leaving_out.option, leave_out))}",
+            hint=f"leave out less: the source has {', '.join(sorted(files.hidden)[: leaving_out.NAMED])}",
         )
     raise unread_kinds.refuse(files, (kind.title for kind in kinds))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,6 +23,7 @@ from holdfast_formats.rest.jobs import ReadOptions
 WEIGHTS_ONLY = "--weights-only"
 NOT_WEIGHTS = frozenset({"optim", "master", "ema", "extra", ""})
 NAMED = 8  # options in one hint
+_AGAIN = "copy it again from its source, or save it again with the program that wrote it"
 _KEY_ENDS = re.compile(r"[./\[]")  # after a part of a name
 _FILE_ENDS = re.compile(r"/")
 
@@ -158,11 +159,14 @@ def way_on(names: Iterable[str], weights: bool = False) -> str:
     return f"go on without: {' '.join(map(option, listed[:NAMED]))}{more}" + ("" if weights else f", or {WEIGHTS_ONLY}")
 
 
-def way_out(error: CheckpointError) -> str:
-    """The hint of an error that has none: the file, or the part, may not be needed."""
-    named = [str(error.members[key]) for key in ("tensor", "file") if error.members.get(key)][:1]
-    again = "save it again with the program that wrote it"
-    return f"{again}, or, if it is not needed, {way_on(named, weights=True)}" if named else again
+def way_out(error: CheckpointError, options: ReadOptions, goes_on: Callable[[ReadOptions], bool]) -> str:
+    """The hint of an error that has none: the option with which the import `goes_on`, if there is one."""
+    for name in (str(error.members[key]) for key in ("tensor", "file") if error.members.get(key)):
+        if goes_on(options.model_copy(update={"leave_out": (*options.leave_out, name)})):
+            return f"{_AGAIN}; or, if it is not needed, {way_on([name], weights=True)}"
+    if goes_on(options.model_copy(update={"weights_only": True})):
+        return f"{_AGAIN}; or import the weights alone: {WEIGHTS_ONLY}"
+    return _AGAIN
 
 
 def _error(refused: Sequence[RefusedPart]) -> CheckpointError:

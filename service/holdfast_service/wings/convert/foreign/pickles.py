@@ -72,7 +72,11 @@ def read_torch(
         return torch_files.read_zip(ZipWindow(files, path, start, start + length), allowed, opaque)
     if head.startswith(torch_files.PICKLE_START) and at is None:
         return torch_files.read_legacy(files, path, size, allowed, opaque)
-    raise StateMismatch(f"{path} is not a file of torch.save: it begins with {head[:8]!r}", file=path)
+    raise StateMismatch(
+        f"{path} is not a file of torch.save: it begins with {head[:8]!r}",
+        hint="download or copy it again; or write it again by torch.save(model.state_dict(), FILE)",
+        file=path,
+    )
 
 
 def _size(files: Files, path: str) -> int:

@@ -84,12 +84,16 @@ def read_file(files: Files, options: ReadOptions) -> ForeignListing:
     Raises `StateMismatch` without a state dict, or for several files.
     """
     candidates = _bare(files.list(""))
-    if len(candidates) != 1:
+    if not candidates:
+        raise StateMismatch(
+            "the directory has no file of torch.save (.pt, .pth, .bin or .ckpt)", hint="leave --from out, or check the path"
+        )
+    if len(candidates) > 1:
         raise StateMismatch(
             f"the directory holds several torch files: {', '.join(candidates[:4])}",
-            hint="copy the file with the model's state dict to its own directory, with config.json and the tokenizer; or "
-            + leaving_out.way_on(candidates[1:]),
-            file=candidates[-1] if candidates else "",
+            hint=f"import one of them: `holdfast import SRC/{candidates[0]} RUN@STEP`; or "
+            + leaving_out.way_on(candidates[1:], weights=True),
+            file=candidates[-1],
         )
     (file,) = candidates
     pruned = PrunedValue(read_torch(files, file, PLAIN, opaque=True), options, file)

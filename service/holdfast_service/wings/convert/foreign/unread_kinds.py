@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_service.wings.convert.foreign import file_signs
@@ -84,7 +85,8 @@ def refuse(files: Files, titles: Iterable[str]) -> StateMismatch:
         return _named(_pickle(files, pickled), pickled, f"no pickle is loaded; with the program that wrote it, {_SAVE}")
     steps = [name for name in names if _ONE_STEP.fullmatch(name) and files.size(name) is None]
     if steps:
-        return _named("a directory of checkpoints", steps[0], f"import one of them: {steps[-1]}")
+        newest = max(steps, key=natural_key)
+        return _named("a directory of checkpoints", newest, f"import one of them, such as the newest: SRC/{newest}")
     shown = f"{', '.join(names[:NAMED_MAX]) or 'none'}{' …' if len(names) > NAMED_MAX else ''}"
     return StateMismatch(
         f"no known kind of checkpoint has these files: {shown}", hint=packed or f"known kinds: {', '.join(titles)}"

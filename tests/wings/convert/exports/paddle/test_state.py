@@ -112,3 +112,14 @@ def test_betas_are_those_of_the_optimizer(tmp_path: Path) -> None:
     source = made(tmp_path / "step", trained(WEIGHTS), assets=ASSETS, ranks=values_of(list(WEIGHTS), (0.5, 0.25))).source
     state = paddle_state.collect(source, ExportOptions(), model_too=True)
     assert {one.powers for one in state.optimizer.values()} == {(0.125, 0.015625)} and state.step == 2
+
+
+def test_an_optimizer_without_names(tmp_path: Path) -> None:
+    """Refused for that, with what gives it names."""
+    document = {**optimizer_state.document([(["0"], {"lr": 0.1, "betas": [0.9, 0.999]})]), optimizer_state.NUMBERED: True}
+    groups = {"model": WEIGHTS, "optim": {"0/exp_avg": np.zeros(3, np.float32)}}
+    values = {0: {"optim": {"optimizer": json.dumps(document)}}}
+    source = made(tmp_path / "step", groups, assets=ASSETS, ranks=values).source
+    with pytest.raises(StateMismatch, match="the optimizer numbers its parameters") as refused:
+        paddle_state.collect(source, ExportOptions(), model_too=True)
+    assert "--as hf" in refused.value.hint and "restore the checkpoint with its model" in refused.value.hint

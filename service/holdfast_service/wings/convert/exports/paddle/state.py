@@ -183,13 +183,18 @@ def _optimizer(
     source: ExportSource, arranged: Arranged, layout: PaddleLayout, state: Mapping[str, MappedTensor]
 ) -> dict[str, ParameterState]:
     by_parameter: dict[str, dict[str, MappedTensor]] = {}
+    documents = source.listing.documents if state else {}
+    if any(map(optimizer_state.is_numbered, documents.get(optimizer_state.GROUP, {}).values())):
+        raise StateMismatch(
+            "the optimizer numbers its parameters, as torch's does, and Paddle's has their names",
+            hint=f"{_HINT}; or restore the checkpoint with its model, whose names the next save records, and export that",
+        )
     for name, tensor in state.items():
         parameter, _, key = name.rpartition("/")
         if key not in MOMENTS and key != STEP:
             raise StateMismatch(f"Paddle's AdamW cannot store {name!r}", hint=_HINT, tensor=name)
         _check_fits(tensor, parameter, arranged.group("model"), optimizer_state.GROUP)
         by_parameter.setdefault(parameter, {})[key] = tensor
-    documents = source.listing.documents if by_parameter else {}
     betas = _of_groups(documents, arranged, lambda group: _pair(group.get("betas")))
     counts = _of_groups(documents, arranged, lambda group: _count(group.get("step")))
     parameters = {}
