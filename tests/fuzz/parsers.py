@@ -8,13 +8,14 @@ import json
 import os
 import random
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from safetensors import torch as safetensors_torch
 
@@ -24,6 +25,7 @@ from holdfast_formats.errors import CheckpointError, from_problem
 from holdfast_formats.layout import language
 from holdfast_formats.layout.rules import choice, document
 from holdfast_formats.layout.rules.table import compile_table
+from holdfast_formats.mapping import reading
 from holdfast_formats.region import Box
 from holdfast_formats.rest.jobs import ReadOptions
 from holdfast_formats.root_files import RootMark
@@ -38,10 +40,12 @@ from holdfast_service.control.checkpoints import run_files
 from holdfast_service.daemon.arena import holder
 from holdfast_service.storage.memory import MemoryTier
 from holdfast_service.wings.convert.foreign.gguf import kinds as gguf
+from holdfast_service.wings.convert.foreign.orbax import kinds as orbax
 from holdfast_service.wings.convert.foreign.trainers import trainer
 from tests.wings.convert.foreign.gguf.files import LLAMA as GGUF_METADATA
 from tests.wings.convert.foreign.gguf.files import encoded as gguf_file
 from tests.wings.convert.foreign.gguf.files import llama
+from tests.wings.convert.foreign.orbax import files as orbax_files
 from tests.wings.convert.foreign.trainers import directories as trainers
 
 from .mutating import bytes_changed, framed, mutated
@@ -147,6 +151,16 @@ def _gguf(data: bytes) -> None:
     gguf.read(tier, ReadOptions())
 
 
+def _orbax(name: str, files: Mapping[str, bytes], data: bytes) -> None:
+    """A file of a checkpoint, of which the others are whole; all of it is read."""
+    tier = MemoryTier()
+    for path, whole in files.items():
+        tier.replace(path, data if path == name else whole)
+    for tensor in orbax.read(tier, ReadOptions()).tensors.values():
+        if tensor.spec.nbytes < 2**20:
+            reading.fetched(tier, tensor)
+
+
 class _TorchFile(NamedTuple):
     """A file of a Trainer's checkpoint: its pickle, which is changed, and the other members of its zip."""
 
@@ -221,6 +235,12 @@ _FILES = tuple(path.read_bytes() for path in sorted(GOLDEN.glob("*.safetensors")
 
 _GGUF = tuple(gguf_file(GGUF_METADATA, {name: one for name, one, _ in llama(dtype).values()}) for dtype in ("f4", "f2"))
 
+_ARRAYS = orbax_files.zarr("params.w", np.arange(1, 13, dtype="f4"), (5,)) | orbax_files.zarr_3(
+    "step", np.arange(1, 5), (4,), (2,)
+)
+_ORBAX = orbax_files.database(_ARRAYS) | orbax_files.tree("params.w", "step")
+_ORBAX_FILES = {"orbax-manifest": "manifest.ocdbt", "orbax-data": orbax_files.DATA, "orbax-tree": "_METADATA"}
+
 _TRAINER = (
     _TorchFile.of("optimizer.pt", trainers.trained()[1].state_dict()),
     _TorchFile.of("rng_state.pth", trainers.drawn()),
@@ -229,6 +249,7 @@ _TRAINER = (
 
 PARSERS = (
     *(Parser(f"trainer-{one.name.partition('.')[0]}", one.parse, (one.pickle,), bytes_changed) for one in _TRAINER),
+    *(Parser(name, partial(_orbax, file, _ORBAX), (_ORBAX[file],), bytes_changed) for name, file in _ORBAX_FILES.items()),
     Parser("gguf", _gguf, _GGUF, bytes_changed),
     Parser("safetensors", _safetensors, _FILES, _framed_8),
     Parser("manifest", _manifest, ((GOLDEN / naming.MANIFEST).read_bytes(),)),

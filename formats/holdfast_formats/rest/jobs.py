@@ -43,6 +43,7 @@ IMPORT_KINDS = {
     "hf-bin": "a Hugging Face model in pytorch_model.bin",
     "torch": "a state dict in a torch file",
     "gguf": "a GGUF file of llama.cpp",
+    "orbax": "a checkpoint of Orbax",
     "paddle-uc": "a unified checkpoint of Paddle",
     "paddle-flex": "a FlexCheckpoint of Paddle",
     "paddle-sharding-io": "a checkpoint of Paddle's sharding_io",

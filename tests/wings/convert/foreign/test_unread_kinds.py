@@ -25,8 +25,7 @@ def put(directory: Path, files: dict[str, bytes]) -> OnDisk:
 @pytest.mark.parametrize(
     ("files", "what"),
     [
-        ({"_CHECKPOINT_METADATA": b"{}", "manifest.ocdbt": b""}, "an Orbax checkpoint of JAX"),
-        ({"ocdbt.process_0/manifest.ocdbt": b""}, "an Orbax checkpoint of JAX"),
+        ({"_CHECKPOINT_METADATA": b"{}", "about/metadata": b"{}"}, "an Orbax checkpoint of JAX without a tree"),
         ({"saved_model.pb": b""}, "a SavedModel of TensorFlow"),
         ({"ckpt-1.index": b"", "ckpt-1.data-00000-of-00001": b"", "checkpoint": b""}, "a checkpoint of TensorFlow"),
         ({"model.keras": b""}, "a model of Keras"),
@@ -43,6 +42,7 @@ def put(directory: Path, files: dict[str, bytes]) -> OnDisk:
         ({"model.pkl": SKLEARN}, "a pickle of scikit-learn"),
         ({"model.joblib": pickle.dumps({"a": 1})}, "a pickle of Python objects"),
         ({"checkpoint-100/x": b"", "checkpoint-200/x": b""}, "a directory of checkpoints"),
+        ({"900/_CHECKPOINT_METADATA": b"{}", "1000/_CHECKPOINT_METADATA": b"{}"}, "a directory of checkpoints"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -7,6 +7,7 @@ from holdfast_service.wings.convert.foreign.dcp import kinds as dcp
 from holdfast_service.wings.convert.foreign.deepspeed import kinds as deepspeed
 from holdfast_service.wings.convert.foreign.gguf import kinds as gguf
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
+from holdfast_service.wings.convert.foreign.orbax import kinds as orbax
 from holdfast_service.wings.convert.foreign.paddle import flex, lora, sharding_io, unified
 from holdfast_service.wings.convert.foreign.trainers import accelerate, trainer
 
@@ -21,6 +22,7 @@ KINDS: tuple[ForeignKind, ...] = (
     torch_weights.DIRECTORY_KIND,
     torch_weights.FILE_KIND,
     gguf.KIND,
+    orbax.KIND,
     unified.KIND,
     flex.KIND,
     sharding_io.KIND,

@@ -13,7 +13,7 @@ from holdfast_service.wings.convert.foreign import file_signs
 
 HEAD_BYTES = 2**16  # of a pickle, in which the modules of its first objects are named
 NAMED_MAX = 8
-_ONE_STEP = re.compile(r"(checkpoint|step|iter|global_step|epoch|ckpt)[-_=]?\d+.*")
+_ONE_STEP = re.compile(r"((checkpoint|step|iter|global_step|epoch|ckpt)[-_=]?\d+.*|\d+)")
 _PICKLED = re.compile(r".+\.(pkl|pickle|joblib)")
 _SAVE = "save its arrays in a directory: safetensors.numpy.save_file(arrays, 'model.safetensors', {'format': 'pt'})"
 _TORCH = "import the model that it was made from: save_pretrained(DIRECTORY) of transformers writes one"
@@ -29,8 +29,8 @@ class _Sign(NamedTuple):
 
 _SIGNS = (
     _Sign(
-        (r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+",),
-        "an Orbax checkpoint of JAX",
+        (r"_CHECKPOINT_METADATA",),
+        "an Orbax checkpoint of JAX without a tree of arrays",
         f"load it: orbax.checkpoint.PyTreeCheckpointer().restore(PATH); {_SAVE}",
     ),
     _Sign((r"saved_model\.pb",), "a SavedModel of TensorFlow", f"load it: tf.saved_model.load(DIRECTORY); {_SAVE}"),

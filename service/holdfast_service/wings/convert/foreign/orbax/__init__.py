@@ -1,0 +1,1 @@
+"""Orbax, which saves the trees of JAX."""
