@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import io
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,12 @@ WIDTH, INNER, WORDS, LAYERS = 8, 12, 16, 4
 Tensors = dict[str, torch.Tensor]
 ROWS = ("word_embeddings.weight", "linear_qkv.weight", "linear_qkv.bias", "output_layer.weight")
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+class Backend(enum.Enum):
+    """As Megatron's arguments contain."""
+
+    LOCAL = 1
 
 
 def model(gated: bool) -> Tensors:
@@ -72,7 +80,9 @@ def saved(
     (top / "latest_checkpointed_iteration.txt").write_text("20")
     for stage in range(stages):
         for rank in range(ranks):
-            value: dict[str, Any] = {"args": argparse.Namespace(swiglu=gated), "checkpoint_version": 3.0, "iteration": 20}
+            sizes = {"tensor_model_parallel_size": ranks, "pipeline_model_parallel_size": stages}
+            arguments = argparse.Namespace(swiglu=gated, kind=Backend.LOCAL, **sizes)
+            value: dict[str, Any] = {"args": arguments, "checkpoint_version": 3.0, "iteration": 20}
             for chunk in range(chunks):
                 first = (chunk * stages + stage) * each
                 own: Tensors = {}
@@ -114,6 +124,36 @@ def test_the_whole_model(tmp_path: Path, ranks: int, stages: int, chunks: int, g
         if tensor.copies:
             other = ForeignTensor(tensor.spec, tensor.copies[:1])
             assert equality.equal(DirectoryFiles(tmp_path), tensor._replace(copies=()), other)
+
+
+def test_twelve_interleaved_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of their numbers: 10 is not before 2."""
+    monkeypatch.setitem(globals(), "LAYERS", 24)
+    whole = saved(tmp_path, 1, 2, chunks=12)
+    assert_same(tmp_path, read(tmp_path), "model", whole)
+
+
+def test_layers_of_several_modules(tmp_path: Path) -> None:
+    """Each module's layers are numbered through: those of another module do not count."""
+    whole = saved(tmp_path, 1, 2)
+    first, last = ("vision_model.decoder.layers.0.norm.weight", "mtp.layers.0.transformer_layer.layers.1.weight")
+    more = {first.replace("0", str(n)): torch.randn(WIDTH) for n in range(3)}
+    _change(tmp_path, "mp_rank_00_000", lambda value: value["model"].update(more))
+    _change(tmp_path, "mp_rank_00_001", lambda value: value["model"].update({last: torch.ones(WIDTH)}))
+    assert_same(tmp_path, read(tmp_path), "model", {**whole, **more, last: torch.ones(WIDTH)})
+
+
+@pytest.mark.parametrize("gone", ["mp_rank_01_000", "mp_rank_00_001"])
+def test_directories_of_the_last_ranks_are_missing(tmp_path: Path, gone: str) -> None:
+    """Nothing but the arguments tells that the weights are not whole: not imported, unless the arguments are left out."""
+    saved(tmp_path, 1 + ("01_" in gone), 1 + gone.endswith("1"))
+    top = tmp_path / "iter_0000020"
+    shutil.rmtree(top / (gone if (top / gone).exists() else gone.removesuffix("_000")))
+    for options in ({}, {"weights_only": True}):
+        with pytest.raises(StateMismatch, match="but there are directories") as refused:
+            read(tmp_path, **options)
+        assert "--leave-out args" in (refused.value.hint or "")
+    assert read(tmp_path, leave_out=("args",)).tensors
 
 
 def test_what_all_ranks_have_is_compared(tmp_path: Path) -> None:

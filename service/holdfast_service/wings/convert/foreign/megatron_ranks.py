@@ -20,7 +20,7 @@ from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import directories, torch_values
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
-from holdfast_service.wings.convert.foreign.pickles import PickledArray, read_torch
+from holdfast_service.wings.convert.foreign.pickles import PickledArray, PickledRecord, read_torch
 from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray
 
 GROUP, FILE, LATEST = "model", "model_optim_rng.pt", "latest_checkpointed_iteration.txt"
@@ -30,7 +30,7 @@ VERSION = 3.0  # of a checkpoint: older ones have the rows of queries, keys and 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 _EXPERTS = re.compile(r"mp_rank_\d{2}_\d{3}_\d{3}")
 _CHUNK = re.compile(r"model(\d*)")
-_LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..+)")
+_LAYER = re.compile(r"(.*?\blayers\.)(\d+)(\..+)")
 _ROWS = re.compile(r".*(word_embeddings|output_layer|lm_head|linear_qkv|query_key_value)\.(weight|bias)")
 _GATED = re.compile(r"(.*)(linear_fc1|dense_h_to_4h)\.(weight|bias)")
 _COLUMNS = re.compile(r".*(linear_proj|linear_fc2|dense_4h_to_h|attention\.dense)\.weight")
@@ -40,6 +40,8 @@ _NORM = re.compile(r"(.*\blayers\.\d+\.)(input_layernorm|pre_mlp_layernorm)\.(we
 _FUSED = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
 _PLAIN = ("opt_param_scheduler", "num_floating_point_operations_so_far", "checkpoint_version")
 _OBJECTS = ("args", "content_metadata")
+_ARGUMENTS = "argparse.Namespace"
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")  # among the arguments
 _EXTRA = "_extra_state"  # scales of FP8 and the like, as bytes of a pickle
 _WAY_ON = "import only the weights: --weights-only"
 _NOTE = "args of Megatron and extra states of modules (FP8) are Python objects, and were not imported"
@@ -76,7 +78,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
             raise StateMismatch(f"{what}, not of step {first.get('iteration')} and version {VERSION}", hint=_TORCH_DIST)
     tensors = {one.key: one for one in _weights(held, options.as_is)}
     uses = [FileUse(place.path, "tensors") for place in places]
-    refused = [*_refused(held), *_other_files(files, places)]
+    refused = [*_missing_ranks(first, places), *_refused(held), *_other_files(files, places)]
     documents = {key: torch_values.plain(first[key], places[0].path, key) for key in _PLAIN if key in first}
     names = [name for name in files.list("") if not (directory and name == directory) and not _RANK.fullmatch(name)]
     for name in names:
@@ -124,8 +126,20 @@ def _places(files: Files, directory: str) -> list[_Place]:
     return places
 
 
+def _missing_ranks(first: Mapping[str, Any], places: Sequence[_Place]) -> Iterator[RefusedPart]:
+    """Refuses a checkpoint of fewer ranks than its arguments state: without the others, the weights are not whole."""
+    arguments = first.get("args")
+    stated = arguments.state if isinstance(arguments, PickledRecord) and isinstance(arguments.state, dict) else {}
+    found = 1 + max(place.tensor for place in places), 1 + max(place.stage for place in places)
+    sizes = [stated.get(key, size) for key, size in zip(_SIZES, found, strict=True)]
+    if sizes != list(found):
+        what = f"{places[0].path} is of {sizes[0]} × {sizes[1]} ranks, but there are directories of {found[0]} × {found[1]}"
+        error = StateMismatch(what, hint="copy all directories mp_rank_…", file=places[0].path)
+        yield RefusedPart("args", error, GROUP)
+
+
 def _read(files: Files, path: str) -> dict[str, Any]:
-    value = read_torch(files, path, opaque=True)
+    value = read_torch(files, path, (_ARGUMENTS,), opaque=True)
     if not isinstance(value, dict) or not any(_CHUNK.fullmatch(str(key)) for key in value):
         raise StateMismatch(f"{path} does not have the content that Megatron writes", hint=_TORCH_DIST, file=path)
     return value
@@ -134,15 +148,24 @@ def _read(files: Files, path: str) -> dict[str, Any]:
 def _weights(held: Mapping[_Place, dict[str, Any]], as_is: bool) -> Iterator[ForeignTensor]:
     """Every tensor of the model, out of the parts of the ranks of its stage."""
     named: dict[str, list[list[StoredArray]]] = {}
-    layers = 0
-    for chunk in sorted({str(key) for value in held.values() for key in value if _CHUNK.fullmatch(str(key))}):
+    before: dict[str, int] = {}  # layers of earlier stages, for each part of the model that has layers
+    chunks = {
+        found[0]: int(found[1] or 0) for value in held.values() for key in value if (found := _CHUNK.fullmatch(str(key)))
+    }
+    for chunk in sorted(chunks, key=chunks.__getitem__):
         for stage in sorted({place.stage for place in held}):
             ranks = [dict(_flat(value.get(chunk), place.path)) for place, value in held.items() if place.stage == stage]
             if any(rank.keys() != ranks[0].keys() for rank in ranks):
                 raise StateMismatch(f"the ranks of stage {stage} have different tensors in {chunk!r}", hint=_TORCH_DIST)
+            ends = dict(before)
             for name in ranks[0]:
-                named.setdefault(_numbered(name, layers), []).append([rank[name] for rank in ranks])
-            layers += 1 + max((int(found[2]) for name in ranks[0] if (found := _LAYER.fullmatch(name))), default=-1)
+                found = _LAYER.fullmatch(name)
+                if found is not None:
+                    number = int(found[2]) + before.get(found[1], 0)
+                    ends[found[1]] = max(ends.get(found[1], 0), number + 1)
+                through = name if found is None else f"{found[1]}{number}{found[3]}"
+                named.setdefault(through, []).append([rank[name] for rank in ranks])
+            before = ends
     for name, stages in named.items():
         made = [_joined(name, parts, named) for parts in stages]
         for other in made[1:]:
@@ -165,11 +188,6 @@ def _flat(value: Any, path: str, prefix: str = "", depth: int = 0) -> Iterator[t
             yield name, one.stored(name)
         else:
             yield from _flat(one, path, name, depth + 1)
-
-
-def _numbered(name: str, before: int) -> str:
-    found = _LAYER.fullmatch(name)
-    return name if found is None else f"{found[1]}{int(found[2]) + before}{found[3]}"
 
 
 def _fused(name: str, named: Collection[str]) -> str:
