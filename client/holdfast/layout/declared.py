@@ -294,13 +294,17 @@ class DeclaredLayout:
         if place is None and (self._saved is None or len(sources) == 1):
             return first
         if place is None:
-            raise InvalidRequest(f"{first.path} and {sources[1][0].path} would have the same name in the checkpoint")
+            raise InvalidRequest(
+                f"{first.path} and {sources[1][0].path} would have the same name in the checkpoint",
+                hint="give one of them another name, or another key in the state",
+            )
         spec = place[0]
         pieces: dict[object, LivePiece] = {}
         for leaf, at in sources:
             if at is None or at[0] != spec:
                 raise InvalidRequest(
-                    f"{leaf.path} and {first.path} imply different shapes or dtypes for the stored tensor {spec.name!r}"
+                    f"{leaf.path} and {first.path} imply different shapes or dtypes for the stored tensor {spec.name!r}",
+                    hint="compare the layout and its rules with the model's sizes",
                 )
             if not at[1].box.volume:
                 continue

@@ -62,7 +62,10 @@ def view(leaf: Leaf, part: Part) -> torch.Tensor:
     shape, steps, start, factor = part.box.shape, part.strides, part.start, packing(tensor.dtype)
     if factor > 1:
         if not shape or steps[-1] != 1 or any(n % factor for n in (start, shape[-1], *steps[:-1])):
-            raise InvalidRequest(f"{leaf.path}: its part of {part.tensor!r} begins or ends inside a byte")
+            raise InvalidRequest(
+                f"{leaf.path}: its part of {part.tensor!r} begins or ends inside a byte",
+                hint="save it without a program, or in a dtype of whole bytes",
+            )
         shape, start = (*shape[:-1], shape[-1] // factor), start // factor
         steps = (*(step // factor for step in steps[:-1]), 1)
     if not tensor.is_contiguous():
@@ -85,7 +88,10 @@ def whole_views(leaf: Leaf, moves: Sequence[BoxMove]) -> Iterator[tuple[str, Liv
             if packing(tensor.dtype) > 1 and (
                 share.stepped or share.target != box or share.axes != tuple(range(len(box.shape)))
             ):
-                raise InvalidRequest(f"{leaf.path}: programs cannot rearrange elements smaller than a byte")
+                raise InvalidRequest(
+                    f"{leaf.path}: programs cannot rearrange elements smaller than a byte",
+                    hint="save it without a program, or in a dtype of whole bytes",
+                )
             for at, part in _apart(share, tensor if packing(tensor.dtype) > 1 else _turned(tensor, share, box)):
                 yield move.source.name, LivePiece(at, part)
 
@@ -119,7 +125,10 @@ def _apart(share: BoxMove, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tens
 
 def _memory(leaf: Leaf) -> torch.Tensor:
     if len(leaf.pieces) != 1:
-        raise InvalidRequest(f"{leaf.path} is empty, but the layout expects elements on this rank")
+        raise InvalidRequest(
+            f"{leaf.path} is empty, but the layout expects elements on this rank",
+            hint="check the sizes of the layout, or pass this tensor as a Fragment",
+        )
     return leaf.pieces[0].tensor
 
 

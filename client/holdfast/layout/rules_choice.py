@@ -28,7 +28,8 @@ def program_of(source: ProgramSource) -> Program | None:
         return read_program(_read(source))
     if not isinstance(source, str):
         raise InvalidRequest(
-            f"a program must be a file, its text, or the name of a built-in one, not {type(source).__name__}"
+            f"a program must be a file, its text, or the name of a built-in one, not {type(source).__name__}",
+            hint="`holdfast programs list` shows the built-in ones",
         )
     if "\n" in source or "=" in source:
         return read_program(source)
@@ -41,9 +42,12 @@ def _read(path: Path) -> str:
             encoded = file.read(PROGRAM_BYTES_MAX + 1)
         text = encoded.decode()
     except OSError as error:
-        raise InvalidRequest(f"cannot read the program {path}: {error.strerror}") from error
+        raise InvalidRequest(
+            f"cannot read the program {path}: {error.strerror}",
+            hint="check the path; `holdfast programs list` shows the built-in ones",
+        ) from error
     except ValueError as error:
-        raise InvalidRequest(f"{path} is not UTF-8: {error}") from error
+        raise InvalidRequest(f"{path} is not UTF-8: {error}", hint="save the program as UTF-8 text") from error
     if len(encoded) > PROGRAM_BYTES_MAX:
         raise LimitExceeded(f"{path} has more than {PROGRAM_BYTES_MAX} bytes", hint="use patterns instead of single names")
     return text
@@ -100,7 +104,7 @@ def read_rules(source: RulesSource) -> Mapping[str, Any] | None:
         with open(source, "rb") as file:
             text = file.read(RULES_BYTES_MAX)
     except OSError as error:
-        raise InvalidRequest(f"cannot read the rules file {source}: {error.strerror}") from error
+        raise InvalidRequest(f"cannot read the rules file {source}: {error.strerror}", hint="check the path") from error
     return rules.decode(text)
 
 
@@ -116,7 +120,15 @@ def parse_config(encoded: bytes, label: str) -> Mapping[str, Any]:
     try:
         document = json.loads(encoded)
     except (ValueError, RecursionError) as error:
-        raise CorruptManifest(f"{label}: {CONFIG} is not JSON: {error}", file=CONFIG) from error
+        raise CorruptManifest(
+            f"{label}: {CONFIG} is not JSON: {error}",
+            hint="give a later step a valid one: save(step, assets=…)",
+            file=CONFIG,
+        ) from error
     if not isinstance(document, dict):
-        raise CorruptManifest(f"{label}: {CONFIG} is not a JSON object", file=CONFIG)
+        raise CorruptManifest(
+            f"{label}: {CONFIG} is not a JSON object",
+            hint="give a later step a valid one: save(step, assets=…)",
+            file=CONFIG,
+        )
     return document

@@ -26,7 +26,9 @@ Octets = NDArray[np.uint8]
 def check_framework(framework: str) -> None:
     """Refuse a framework without arrays for this, before anything is read."""
     if framework not in get_args(Framework):
-        raise InvalidRequest(f"framework must be one of {', '.join(get_args(Framework))}, not {framework!r}")
+        raise InvalidRequest(
+            f"framework must be one of {', '.join(get_args(Framework))}, not {framework!r}", hint="pass one of these texts"
+        )
     if framework == "torch" and find_spec("torch") is None:
         raise InvalidRequest("torch is not installed", hint=f"{install('torch')}; or use numpy arrays")
 

@@ -62,7 +62,10 @@ def room_to_grow(assets: Mapping[str, bytes]) -> int:
 
 def _check_size(name: str, size: int) -> None:
     if size > ASSET_BYTES_MAX:
-        raise LimitExceeded(f"asset {name!r} has {size} bytes, over the limit of {ASSET_BYTES_MAX}")
+        raise LimitExceeded(
+            f"asset {name!r} has {size} bytes, over the limit of {ASSET_BYTES_MAX}",
+            hint="keep a large file beside the checkpoints, or put its arrays into the state as tensors",
+        )
 
 
 def _collect(assets: Any) -> dict[str, bytes]:
@@ -95,7 +98,7 @@ def _from_path(path: Path) -> dict[str, bytes]:
         return {f.name: f.read_bytes() for f in sorted(path.iterdir()) if f.is_file() and _belongs(f.name)}
     if path.is_file():
         return {path.name: path.read_bytes()}
-    raise InvalidRequest(f"the asset {path} does not exist")
+    raise InvalidRequest(f"the asset {path} does not exist", hint="check the path")
 
 
 def _belongs(name: str) -> bool:

@@ -120,7 +120,9 @@ def module_groups(state: Mapping[str, Any]) -> dict[str, str]:
         only = len(modules) == 1 and MODEL not in state and not isinstance(state[key], Named)
         group = MODEL if key == MODEL or only else naming.check_group(key)
         if key in GROUP_ORDER and key != MODEL:
-            raise InvalidRequest(f"a module cannot have the key {key!r}: it is a reserved group name")
+            raise InvalidRequest(
+                f"a module cannot have the key {key!r}: it is a reserved group name", hint="use another key, such as 'model'"
+            )
         groups[key] = group
     return groups
 

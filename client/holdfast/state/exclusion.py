@@ -31,7 +31,10 @@ def check(patterns: object, option: str) -> tuple[str, ...]:
     checked = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
     strange = [pattern for pattern in checked if not isinstance(pattern, str)]
     if strange:
-        raise InvalidRequest(f"{option} must be a sequence of patterns over group/name, and has {strange[0]!r}")
+        raise InvalidRequest(
+            f"{option} must be a sequence of patterns over group/name, and has {strange[0]!r}",
+            hint="write each pattern as text: exclude=('model/head.*',)",
+        )
     return checked
 
 

@@ -140,7 +140,10 @@ def settle(restoration: MatchedLeaves, beside_weights: BesideWeights, retention_
     Raises `StateMismatch` with the names otherwise.
     """
     if retention_request not in (None, "from-model"):
-        raise InvalidRequest(f"masters must be 'from-model' or None, not {retention_request!r}")
+        raise InvalidRequest(
+            f"masters must be 'from-model' or None, not {retention_request!r}",
+            hint="pass masters='from-model', or leave it out",
+        )
     filled = MemorySpans([memory_span(piece.tensor) for leaf in restoration.live for piece in leaf.pieces])
     weights_filled = any(_in(weight, filled) for weight in beside_weights.weights)
     if weights_filled and any(_stays(average, filled) for average in beside_weights.averages):

@@ -83,7 +83,9 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
     if isinstance(module, AveragedModel):
         inner = module_state(module.module, path)
         if "n_averaged" in inner.tensors:
-            raise InvalidRequest(f"{path}: the averaged model has its own tensor named 'n_averaged'")
+            raise InvalidRequest(
+                f"{path}: the averaged model has its own tensor named 'n_averaged'", hint="rename that tensor in the model"
+            )
         return inner._replace(tensors={**inner.tensors, "n_averaged": module.n_averaged})
     module = unwrap(module)
     if fsdp1.is_flat(module):
@@ -99,13 +101,19 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
     for raw, value in given.items():
         name = clean(raw)
         if name in tensors or name in extras:
-            raise InvalidRequest(f"{path}: two tensors have the name {name!r} once wrapper prefixes are removed")
+            raise InvalidRequest(
+                f"{path}: two tensors have the name {name!r} once wrapper prefixes are removed",
+                hint="rename one of the two modules",
+            )
         if name in owners and _is_extra(raw):
             extras[name] = owners[name], value  # the module is given it in set_extra_state: it may be made on each call
         elif isinstance(value, torch.Tensor):
             tensors[name] = value
         else:
-            raise InvalidRequest(f"{path}.{name}: state_dict() returns a {type(value).__name__}, not a tensor")
+            raise InvalidRequest(
+                f"{path}.{name}: state_dict() returns a {type(value).__name__}, not a tensor",
+                hint="return tensors from it, and other values from get_extra_state()",
+            )
     return ModuleState(tensors, extras, unsaved=_made_by_itself(module, tensors))
 
 
@@ -341,5 +349,8 @@ class NamedTensors(NamedTuple):
 
     def _stored_name(self, name: str) -> str:
         if name.startswith(RANK_PREFIX) and not self.prefix:
-            raise InvalidRequest(f"{self.path}: tensor names that begin with {RANK_PREFIX!r} are reserved")
+            raise InvalidRequest(
+                f"{self.path}: tensor names that begin with {RANK_PREFIX!r} are reserved",
+                hint="rename the tensor in the module",
+            )
         return self.prefix + name

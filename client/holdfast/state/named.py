@@ -51,7 +51,10 @@ class Named:
         shards: Shards | None = None,
     ) -> None:
         if shards is not None and not callable(shards):
-            raise InvalidRequest(f"shards= of Named must be a function, not a {type(shards).__name__}")
+            raise InvalidRequest(
+                f"shards= of Named must be a function, not a {type(shards).__name__}",
+                hint="pass a function of a name and a tensor, or leave shards= out",
+            )
         self._shards = shards
         self._kept_for_good: set[str] = set()  # names for which `shards` was seen to return the same memory twice
         self.modules = _modules(objects)
@@ -129,7 +132,8 @@ class Named:
         if not isinstance(tensor, torch.Tensor | Fragment | FragmentList):
             raise InvalidRequest(
                 f"{path}.{name}: shards= of Named must return a tensor, a Fragment or a list of Fragments, not a "
-                f"{type(given).__name__}"
+                f"{type(given).__name__}",
+                hint="return the tensor itself, or its parts: Fragment(tensor, shape, offset=…)",
             )
         return tensor
 
@@ -223,12 +227,18 @@ def _modules(objects: object) -> tuple[nn.Module, ...]:
     if isinstance(objects, nn.Module):
         return (objects,)
     if not isinstance(objects, Sequence) or isinstance(objects, str | bytes):
-        raise InvalidRequest(f"Named takes a module or a list of modules, not a {type(objects).__name__}")
+        raise InvalidRequest(
+            f"Named takes a module or a list of modules, not a {type(objects).__name__}",
+            hint="pass modules: Named(model), or Named([part, other])",
+        )
     modules = tuple(objects)
     strange = [type(one).__name__ for one in modules if not isinstance(one, nn.Module)]
     if strange or not modules:
         what = f"holds a {strange[0]}" if strange else "is empty"
-        raise InvalidRequest(f"Named takes a module or a list of modules, and this list {what}")
+        raise InvalidRequest(
+            f"Named takes a module or a list of modules, and this list {what}",
+            hint="pass modules: Named(model), or Named([part, other])",
+        )
     if len({id(one) for one in modules}) < len(modules):
         raise InvalidRequest("Named has one module twice in its list", hint="list each module once")
     return modules
@@ -236,7 +246,10 @@ def _modules(objects: object) -> tuple[nn.Module, ...]:
 
 def _check_rename(rename: Rename | None) -> Rename | None:
     if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
-        raise InvalidRequest(f"rename= of Named must be a function or a mapping, not a {type(rename).__name__}")
+        raise InvalidRequest(
+            f"rename= of Named must be a function or a mapping, not a {type(rename).__name__}",
+            hint="for example rename={'old.weight': 'new.weight'}",
+        )
     return dict(rename) if isinstance(rename, Mapping) else rename
 
 
@@ -251,7 +264,10 @@ def _check_only(only: Only | None) -> Callable[[str], object] | None:
     patterns = tuple(only)
     for pattern in patterns:
         if not isinstance(pattern, str) and not (isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str)):
-            raise InvalidRequest(f"only= of Named has {pattern!r}, which is neither text nor a regular expression for text")
+            raise InvalidRequest(
+                f"only= of Named has {pattern!r}, which is neither text nor a regular expression for text",
+                hint="for example only=['*lora_*']",
+            )
     return lambda name: any(_matches(pattern, name) for pattern in patterns)
 
 

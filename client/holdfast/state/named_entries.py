@@ -27,7 +27,10 @@ class NamedSnapshot:
     def __init__(self, groups: frozenset[str], tensors: Mapping[Key, Storable], values: Mapping[Key, str]) -> None:
         foreign = sorted({group for group, _ in (*tensors, *values)} - groups)
         if foreign:
-            raise InvalidRequest(f"the groups {', '.join(foreign)} are not among those of the save: {sorted(groups)}")
+            raise InvalidRequest(
+                f"the groups {', '.join(foreign)} are not among those of the save: {sorted(groups)}",
+                hint="add them to groups",
+            )
         self.groups, self._tensors, self._values = groups, tensors, values
 
     def collect(self, content: Content) -> None:

@@ -50,7 +50,10 @@ def optimizers_of(
             optimizer = _torch_optimizers(key, value, state, collections, known)
         for name in optimizer.parameter_names():
             if name in owners:
-                raise InvalidRequest(f"the parameter {name} is in two optimizers: {owners[name]} and {key}")
+                raise InvalidRequest(
+                    f"the parameter {name} is in two optimizers: {owners[name]} and {key}",
+                    hint="give the parameter to one of them",
+                )
             owners[name] = key
         optimizer_entries.append(optimizer)
     return optimizer_entries

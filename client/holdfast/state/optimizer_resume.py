@@ -176,7 +176,10 @@ class _Resumption:
                 if live is not None:
                     wrapped.check_alike(live, description, path)
                 elif lacking := [one for one in inner if not self.selection.takes(*one) or self.stored.spec(*one) is None]:
-                    raise StateMismatch(f"{path} is not restored as a whole: {lacking[0][1]} is left out or missing")
+                    raise StateMismatch(
+                        f"{path} is not restored as a whole: {lacking[0][1]} is left out or missing",
+                        hint="restore all of it, or leave the optimizer's state out: restore(groups=…)",
+                    )
                 else:
                     self.wrapping[name, key] = _Wrapping(wrapped.find_class(description, path), description, {})
         for (name, key), value in wrappers.items():
@@ -356,7 +359,11 @@ def read_document(
         return None
     document = regrown.build_before()
     if not isinstance(document, dict) or not {"groups", "state", "masters", "kinds"} <= set(document):
-        raise CorruptManifest(f"the stored value of {key} is not an optimizer state", file="state.json")
+        raise CorruptManifest(
+            f"the stored value of {key} is not an optimizer state",
+            hint="restore another step, or leave the optimizer's state out: restore(groups=…)",
+            file="state.json",
+        )
     return document
 
 

@@ -87,7 +87,10 @@ class OptimizerShards:
     ) -> None:
         for name, function in (("groups", groups), ("state", state), ("install", install), ("new", new or install)):
             if not callable(function):
-                raise InvalidRequest(f"{name}= of OptimizerShards must be a function, not a {type(function).__name__}")
+                raise InvalidRequest(
+                    f"{name}= of OptimizerShards must be a function, not a {type(function).__name__}",
+                    hint="pass a function, as the example of OptimizerShards does",
+                )
         self.groups, self.state, self.install, self.new = groups, state, install, new
         # Name and key of the tensors that `state()` was seen to return twice.
         self.kept_for_good: set[tuple[str, str]] = set()
@@ -251,11 +254,14 @@ def read(key: str, shards: OptimizerShards, weights: Mapping[str, Storable]) -> 
                     "with the key in front for a module under another key than model",
                 )
             if name in kept:
-                raise InvalidRequest(f"{key}.groups() names the parameter {name!r} twice")
+                raise InvalidRequest(f"{key}.groups() names the parameter {name!r} twice", hint="name it in one group")
             kept[name] = {}
     given = shards.state()
     if not isinstance(given, Mapping):
-        raise InvalidRequest(f"{key}.state() must return a mapping of names, not a {type(given).__name__}")
+        raise InvalidRequest(
+            f"{key}.state() must return a mapping of names, not a {type(given).__name__}",
+            hint="return {NAME: {KEY: tensor}}, with the names of groups()",
+        )
     for name, values in given.items():
         if name not in kept:
             raise InvalidRequest(
@@ -286,7 +292,10 @@ def checked(value: Any, path: str) -> Storable:
     """A tensor, Fragment or list of Fragments; `InvalidRequest` with the path for anything else."""
     checked_value = fragment_list(value, path) or value
     if not is_storable(checked_value):
-        raise InvalidRequest(f"{path} must be a tensor, a Fragment or a list of Fragments, not a {type(value).__name__}")
+        raise InvalidRequest(
+            f"{path} must be a tensor, a Fragment or a list of Fragments, not a {type(value).__name__}",
+            hint="return the tensor that the optimizer keeps, or its parts: Fragment(tensor, shape, offset=…)",
+        )
     return checked_value
 
 
@@ -296,7 +305,8 @@ def _groups(key: str, shards: OptimizerShards) -> list[Group]:
         names = group.get("params") if isinstance(group, Mapping) else None
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
             raise InvalidRequest(
-                f"{key}.groups()[{position}] must be a dict with the names of its parameters under 'params', as a list"
+                f"{key}.groups()[{position}] must be a dict with the names of its parameters under 'params', as a list",
+                hint="for example {'params': ['layer.weight'], 'lr': 0.1}",
             )
     return [{**group, "params": list(group["params"])} for group in groups]
 
@@ -304,11 +314,16 @@ def _groups(key: str, shards: OptimizerShards) -> list[Group]:
 def _checked(optimizer: str, name: str, values: object) -> dict[str, Any]:
     path = f"{optimizer}.state()[{name!r}]"
     if not isinstance(values, Mapping):
-        raise InvalidRequest(f"{path} must be a mapping of keys to values, not a {type(values).__name__}")
+        raise InvalidRequest(
+            f"{path} must be a mapping of keys to values, not a {type(values).__name__}",
+            hint="return {NAME: {KEY: tensor}}, with the names of groups()",
+        )
     checked_values: dict[str, Any] = {}
     for key, value in values.items():
         if not isinstance(key, str) or not key or "/" in key:
-            raise InvalidRequest(f"{path} has the key {key!r}, which is not a valid name")
+            raise InvalidRequest(
+                f"{path} has the key {key!r}, which is not a valid name", hint="use text that is not empty and has no '/'"
+            )
         if type(value) in (list, tuple) and not value:
             raise InvalidRequest(
                 f"{path}[{key!r}]: an empty list does not say which tensor this rank has no part of",

@@ -287,7 +287,8 @@ class KeyedOptimizers(NamedTuple):
         for key in state:
             if not isinstance(key, str) or not key or "/" in key:
                 raise InvalidRequest(
-                    f"{self.key}: the state of {parameter.name} has the key {key!r}, which is not a valid name"
+                    f"{self.key}: the state of {parameter.name} has the key {key!r}, which is not a valid name",
+                    hint="rename the key in the optimizer: text that is not empty and has no '/'",
                 )
         if any(type(value) not in _TENSORS and isinstance(value, torch.Tensor) for value in state.values()):
             return self._unwrapped(parameter, state)
@@ -311,7 +312,10 @@ class KeyedOptimizers(NamedTuple):
         for optimizer in self.optimizers:
             for key, kept in optimizer.state.items():
                 if not isinstance(key, torch.Tensor):
-                    raise InvalidRequest(f"{self.key}.state[{key!r}] belongs to no parameter and cannot be saved")
+                    raise InvalidRequest(
+                        f"{self.key}.state[{key!r}] belongs to no parameter and cannot be saved",
+                        hint="keep such values in a param_group, or remove them: del optimizer.state[key]",
+                    )
                 if kept and (id(optimizer), id(key)) not in owned:
                     name = self.names[id(key)][0] if id(key) in self.names else "a tensor that is not in the state"
                     raise InvalidRequest(

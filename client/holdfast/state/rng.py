@@ -122,7 +122,10 @@ class Random:
         try:
             install(streams)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CorruptManifest(f"this process cannot load the saved random states: {error}") from error
+            raise CorruptManifest(
+                f"this process cannot load the saved random states: {error}",
+                hint="keep the live random states: restore(exclude=('extra/rng',))",
+            ) from error
         self._restored = streams
 
     def install_again(self) -> None:

@@ -38,7 +38,10 @@ class HeldGenerator(CheckedEntry):
     def refuse_unfit(self, stored: Any) -> None:
         """Raise `StateMismatch` for a document of something else; its tensors are not filled yet."""
         if not _is_taken(stored):
-            raise StateMismatch(f"{self._key}: the checkpoint has no state of a torch.Generator under this key")
+            raise StateMismatch(
+                f"{self._key}: the checkpoint has no state of a torch.Generator under this key",
+                hint="exclude this name with exclude=, which keeps the live generator",
+            )
         _refuse_other_device(self._key, self._generator, stored)
 
     def load_state_dict(self, stored: Any) -> None:
@@ -153,4 +156,7 @@ def _put(key: str, generator: torch.Generator, stored: Any) -> None:
     try:
         generator.set_state(stored[_GENERATOR])
     except (RuntimeError, TypeError) as error:
-        raise StateMismatch(f"{key}: this torch.Generator does not take the saved state: {error}") from error
+        raise StateMismatch(
+            f"{key}: this torch.Generator does not take the saved state: {error}",
+            hint="exclude this name with exclude=, which keeps the live generator",
+        ) from error

@@ -141,9 +141,14 @@ class TrainState:
 
     def __init__(self, state: Mapping[str, Any], rank: int, world: int, declared: DeclaredLayout | None = None) -> None:
         if not isinstance(state, Mapping):
-            raise InvalidRequest(f"the state must be a mapping of names to objects, not a {type(state).__name__}")
+            raise InvalidRequest(
+                f"the state must be a mapping of names to objects, not a {type(state).__name__}",
+                hint="for example {'model': model, 'optimizer': optimizer}",
+            )
         if not 0 <= rank < world:
-            raise InvalidRequest(f"rank {rank} is not valid in a world of {world}")
+            raise InvalidRequest(
+                f"rank {rank} is not valid in a world of {world}", hint="number the ranks from 0 to world - 1"
+            )
         self.state = state
         self.rank = rank
         self.world = world
@@ -321,10 +326,6 @@ class TrainState:
         dtype are rounded. `keep` are patterns over `key/hyper-parameter` that stay. With `requantise`, optimizer
         state in blocks of codes is quantised again where this rank has other blocks.
         """
-        if isinstance(ignore, str):
-            raise InvalidRequest(
-                f"ignore must be a sequence of patterns, not the text {ignore!r}", hint=f"ignore=({ignore!r},)"
-            )
         self._temporaries.refuse(self.state)
         parts = self._parts(stored)
         stored = optimizer_resume.under_key(stored, [optimizer.key for optimizer in parts.optimizers])

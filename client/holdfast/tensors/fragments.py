@@ -126,9 +126,15 @@ class Fragment:
         held: torch.Tensor | None = None,
     ) -> None:
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidRequest(f"a Fragment holds a torch.Tensor, not a {type(tensor).__name__}")
+            raise InvalidRequest(
+                f"a Fragment holds a torch.Tensor, not a {type(tensor).__name__}",
+                hint="pass this rank's part: Fragment(tensor, shape, offset=…)",
+            )
         if held is not None and not isinstance(held, torch.Tensor):
-            raise InvalidRequest(f"held= is the optimizer's torch.Tensor, not a {type(held).__name__}")
+            raise InvalidRequest(
+                f"held= is the optimizer's torch.Tensor, not a {type(held).__name__}",
+                hint="pass the parameter that the optimizer has, or leave held= out",
+            )
         if is_dtensor(tensor):
             raise InvalidRequest(
                 "a DTensor already describes its own placement", hint="pass it directly, without a Fragment"
@@ -162,7 +168,8 @@ class Fragment:
         if not self.tensor.is_contiguous() or self.tensor.numel() != stop - start:
             raise StateMismatch(
                 f"the flat range [{start}, {stop}) needs a contiguous tensor of {stop - start} elements, "
-                f"not one of {self.tensor.numel()}{'' if self.tensor.is_contiguous() else ', not contiguous'}"
+                f"not one of {self.tensor.numel()}{'' if self.tensor.is_contiguous() else ', not contiguous'}",
+                hint="pass these elements alone: Fragment(tensor.flatten()[…], shape, flat=(start, stop))",
             )
         if self.box is None:
             return tuple(flat_boxes(start, stop, self.shape))
@@ -198,13 +205,19 @@ def _whole_numbers(values: Sequence[int], what: str) -> Shape:
     try:
         return tuple(index(value) for value in values)
     except TypeError:
-        raise InvalidRequest(f"the {what} of a Fragment must be a sequence of whole numbers, not {values!r}") from None
+        raise InvalidRequest(
+            f"the {what} of a Fragment must be a sequence of whole numbers, not {values!r}",
+            hint="for example Fragment(tensor, (4096, 1024), offset=(0, 512))",
+        ) from None
 
 
 def _range(flat: tuple[int, int]) -> tuple[int, int]:
     numbers = _whole_numbers(flat, "flat range")
     if len(numbers) != 2:
-        raise InvalidRequest(f"the flat range of a Fragment is (start, stop), not {flat!r}")
+        raise InvalidRequest(
+            f"the flat range of a Fragment is (start, stop), not {flat!r}",
+            hint="give the first element and the one after the last: flat=(start, stop)",
+        )
     return numbers[0], numbers[1]
 
 
@@ -282,7 +295,8 @@ class FragmentList:
         if starts is None or (local.shape, local.stride()) != (held.shape, held.stride()):
             raise InvalidRequest(
                 f"{path}: a tensor of shape {list(local.shape)} and strides {list(local.stride())} is not laid out as its "
-                f"parameter, of shape {list(held.shape)} and strides {list(held.stride())}, so its Fragments are not known"
+                f"parameter, of shape {list(held.shape)} and strides {list(held.stride())}, so its Fragments are not known",
+                hint="keep it in the shape and strides of the parameter, or save without this optimizer: save(groups=…)",
             )
         origin = local.storage_offset()
         forms = [(part.tensor.shape, part.tensor.stride()) for part in self.parts]

@@ -70,7 +70,11 @@ def loads(text: str, path: str, fetch: Fetch | None = None, made: bool = True) -
     try:
         return (_Reader(fetch) if made else _ReaderBefore(fetch)).decode(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
-        raise CorruptManifest(f"cannot read the stored value of {path}: {error}", file="state.json") from error
+        raise CorruptManifest(
+            f"cannot read the stored value of {path}: {error}",
+            hint="restore another step, or exclude this name with exclude=",
+            file="state.json",
+        ) from error
 
 
 def referred(text: str) -> dict[str, str]:
@@ -121,7 +125,10 @@ class _Writer:
         if holds_fragments(value):
             return self._beside(fragment_list(value, render(self.path, trail)), trail)
         if len(trail) >= DEPTH_MAX:
-            raise LimitExceeded(f"{render(self.path, trail[:4])}…: nested deeper than {DEPTH_MAX} levels")
+            raise LimitExceeded(
+                f"{render(self.path, trail[:4])}…: nested deeper than {DEPTH_MAX} levels",
+                hint="store it flatter: fewer dicts and lists inside each other",
+            )
         if id(value) in self.above:
             raise InvalidRequest(f"{render(self.path, trail)} contains itself", hint="remove the reference cycle")
         self.above.add(id(value))

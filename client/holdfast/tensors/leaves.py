@@ -156,7 +156,9 @@ class Content:
 
     def add_value(self, group: str, key: str, text: str) -> None:
         if (group, key) in self.values:
-            raise InvalidRequest(f"two values in the state have the name '{group}/{key}'")
+            raise InvalidRequest(
+                f"two values in the state have the name '{group}/{key}'", hint="give one of them another key"
+            )
         self.values[group, key] = text
 
 

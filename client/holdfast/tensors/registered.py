@@ -47,10 +47,16 @@ def register_class(kind: type, take: Callable[[Any], Any], make: Callable[[Any],
         >>> holdfast.register_class(GaLoreProjector, vars, lambda kept: restored_projector(**kept))
     """
     if not isinstance(kind, type):
-        raise InvalidRequest(f"register_class() takes a class, not a {type(kind).__name__}")
+        raise InvalidRequest(
+            f"register_class() takes a class, not a {type(kind).__name__}",
+            hint="pass the class of the object: holdfast.register_class(type(value), take, make)",
+        )
     for name, function in (("take", take), ("make", make)):
         if not callable(function):
-            raise InvalidRequest(f"{name} of register_class() must be a function, not a {type(function).__name__}")
+            raise InvalidRequest(
+                f"{name} of register_class() must be a function, not a {type(function).__name__}",
+                hint="take returns plain values of an object, and make an object of these",
+            )
     _by_class[kind] = Registered(f"{kind.__module__}:{kind.__qualname__}", take, make)
 
 

@@ -75,7 +75,8 @@ def element_shape(tensor: torch.Tensor, name: str = "") -> tuple[int, ...]:
         return shape
     if not shape:
         raise InvalidRequest(
-            f"tensor {name!r}: a 0-d tensor of {tensor.dtype} packs two elements, which a 0-d shape cannot describe"
+            f"tensor {name!r}: a 0-d tensor of {tensor.dtype} packs two elements, which a 0-d shape cannot describe",
+            hint="keep it in a dimension: tensor.reshape(1)",
         )
     return (*shape[:-1], 2 * shape[-1])
 
@@ -202,5 +203,8 @@ def as_integers(tensor: torch.Tensor, kinds: Mapping[int, torch.dtype]) -> torch
         raise InvalidRequest("a lazily conjugated or negated tensor cannot be staged", hint="call resolve_conj() on it")
     wide = kinds.get(tensor.element_size())
     if wide is None:
-        raise InvalidRequest(f"{tensor.dtype} cannot be staged: its elements have {tensor.element_size()} bytes")
+        raise InvalidRequest(
+            f"{tensor.dtype} cannot be staged: its elements have {tensor.element_size()} bytes",
+            hint="convert it, or leave it out of the state",
+        )
     return tensor.detach().view(wide)

@@ -136,7 +136,11 @@ def check_description(description: object, path: str) -> Description:
         and all(isinstance(name, str) and name.isidentifier() for name in description["inner"])
     )
     if not sound:
-        raise CorruptManifest(f"{path}: the stored description of a wrapper tensor is not valid", file="state.json")
+        raise CorruptManifest(
+            f"{path}: the stored description of a wrapper tensor is not valid",
+            hint="restore another step, or exclude this name with exclude=",
+            file="state.json",
+        )
     return description  # type: ignore[return-value]
 
 
@@ -176,4 +180,8 @@ def _decoded(value: Any, path: str) -> Any:
             return tuple(_decoded(item, path) for item in items)
         case ["dict", dict(items)]:
             return {key: _decoded(item, path) for key, item in items.items()}
-    raise CorruptManifest(f"{path}: the stored context of a wrapper tensor is not valid", file="state.json")
+    raise CorruptManifest(
+        f"{path}: the stored context of a wrapper tensor is not valid",
+        hint="restore another step, or exclude this name with exclude=",
+        file="state.json",
+    )

@@ -132,7 +132,11 @@ def read(described: object, shape: Shape, packed: int, path: str) -> Blocks:
     except (TypeError, ValueError, LookupError):
         sound = False
     if not sound:
-        raise CorruptManifest(f"{path}: the stored description of its blocks is not valid", file="state.json")
+        raise CorruptManifest(
+            f"{path}: the stored description of its blocks is not valid",
+            hint="restore another step, or leave the optimizer's state out: restore(groups=…)",
+            file="state.json",
+        )
     return Blocks(size, packed, Shards(shape, boxes, None))
 
 

@@ -143,7 +143,11 @@ class SavedNumbers(NamedTuple):
             return plan
         saved, known = regrown.build(), self.numbers.names(live)
         if not isinstance(saved, dict):
-            raise CorruptManifest(f"the stored value of {self.name} is not a set of numbers", file="state.json")
+            raise CorruptManifest(
+                f"the stored value of {self.name} is not a set of numbers",
+                hint="restore another step, or exclude this name with exclude=",
+                file="state.json",
+            )
         if lost := sorted(saved.keys() - known):
             text = f"{self.numbers.key} has no {', '.join(lost)}, which the checkpoint has: not restored"
             plan.notes.append(LeftOutNote(text))

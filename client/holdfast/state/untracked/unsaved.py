@@ -174,7 +174,11 @@ class UnsavedState(NamedTuple):
         saved = json_values.loads(text, KEY)
         kinds = ("numbers", "requires_grad", "modes")
         if not isinstance(saved, dict) or not all(isinstance(saved.get(kind, {}), dict) for kind in kinds):
-            raise CorruptManifest(f"the stored value of {KEY} is not a list of what was left out", file="state.json")
+            raise CorruptManifest(
+                f"the stored value of {KEY} is not a list of what was left out",
+                hint="restore another step, or exclude this name with exclude=",
+                file="state.json",
+            )
         other = _differing(saved.get("numbers", {}), self.unsaved.values())
         other += [str(path) for path in saved.get("attributes", ())]
         if other:

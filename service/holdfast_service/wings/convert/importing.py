@@ -222,7 +222,11 @@ def _put_asset(planned: PlannedImport, staged: StagedFiles, blob: Blob, going: C
             going.check()
             part = np.empty(min(EXTENT_BYTES_MAX, blob.length - at), np.uint8)
             if planned.source.read_into(blob.name, at, part) != part.nbytes:
-                raise CorruptManifest(f"{blob.name} was truncated while being read", file=blob.name)
+                raise CorruptManifest(
+                    f"{blob.name} was truncated while being read",
+                    hint="import it again when no process is writing it",
+                    file=blob.name,
+                )
             running_digest.update(part.data)
             writer.write(at, [part])
             going.moved(part.nbytes)

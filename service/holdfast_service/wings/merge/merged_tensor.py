@@ -43,7 +43,8 @@ class MergedTensor:
         self._row = row = terms.begin(spec.shape).row
         if row > ROW_ELEMENTS_MAX:
             raise LimitExceeded(
-                f"tensor {spec.name!r} has rows of over {ROW_ELEMENTS_MAX} elements, which are computed at once"
+                f"tensor {spec.name!r} has rows of over {ROW_ELEMENTS_MAX} elements, which are computed at once",
+                hint="use a method that does not rank values within rows: linear, ties or dare_ties",
             )
         self._block = max(BLOCK_ELEMENTS // (row * _ALIGNED), 1) * _ALIGNED * row if row * _ALIGNED <= 2**22 else row
         self._chunk = max(chunk // row, 1) * row if chunk else self._block

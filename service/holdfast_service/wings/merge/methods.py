@@ -96,7 +96,10 @@ SCALE = MergeParameter("scale", float, 1.0, of_model=True)
 def _mean(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
     weights = tuple(float(one["weight"]) for one in models)
     if shared["normalize"] and not sum(weights):
-        raise InvalidRequest(f"the weights for tensor {named.tensor!r} sum to 0 and cannot be normalized")
+        raise InvalidRequest(
+            f"the weights for tensor {named.tensor!r} sum to 0 and cannot be normalized",
+            hint="change a weight, or set `normalize: false`",
+        )
     return MeanTerms(weights, bool(shared["normalize"]), named.dialect)
 
 
@@ -184,7 +187,10 @@ def _task(way: _Way) -> Callable[[MergedName, Values, Sequence[Values]], Terms]:
 
 def _shares(weights: tuple[float, ...], named: MergedName) -> tuple[float, ...]:
     if not sum(weights):
-        raise InvalidRequest(f"the weights for tensor {named.tensor!r} sum to 0 and cannot be normalized")
+        raise InvalidRequest(
+            f"the weights for tensor {named.tensor!r} sum to 0 and cannot be normalized",
+            hint="change a weight, so that they do not sum to 0",
+        )
     return tuple(weight / sum(weights) for weight in weights)
 
 
@@ -210,7 +216,10 @@ def _sparsity(way: _Way, values: Values, trim: Trim, named: MergedName) -> Spars
             f"density {density:g} for tensor {named.tensor!r} would drop a whole model", hint="set weight: 0 instead"
         )
     if way.how == "ranked" and density < 1 and not 0 < density - epsilon <= density + epsilon < 1:
-        raise InvalidRequest(f"density {density:g} ± epsilon {epsilon:g} for tensor {named.tensor!r} is not between 0 and 1")
+        raise InvalidRequest(
+            f"density {density:g} ± epsilon {epsilon:g} for tensor {named.tensor!r} is not between 0 and 1",
+            hint="set a smaller epsilon",
+        )
     return Sparsity(way.how, density, gamma, epsilon, trim if way.how == "trim" else "count")
 
 

@@ -230,7 +230,9 @@ def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
         missing = sorted(here.tensors.keys() - second.tensors.keys(), key=natural_key)
         if missing:
             left = second.tensors.keys() - here.tensors.keys()
-            usual = "use models of one architecture, or rename with a mapping program"
+            usual = (
+                "use models of one architecture, or import one of them under the other's names: `holdfast import --program`"
+            )
             hint = did_you_mean(missing[0], left, usual)
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise StateMismatch(

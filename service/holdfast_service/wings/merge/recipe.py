@@ -204,12 +204,12 @@ def _group(given: Located | None, otherwise: str) -> str:
     try:
         return check_group(given.text())
     except CheckpointError as error:
-        given.refuse(f"is {given.value!r}, which is not a name of a group: {error.detail}")
+        given.refuse(f"is {given.value!r}, which is not a name of a group: {error.detail}", error.hint)
 
 
 def _seed(given: Located | None) -> int:
     if given is None:
         return 0
     if isinstance(given.value, bool) or not isinstance(given.value, int) or not 0 <= given.value <= SEED_MAX:
-        given.refuse(f"is {given.value!r} instead of a whole number of at least 0")
+        given.refuse(f"is {given.value!r} instead of a whole number of at least 0", "for example `0`, or delete the line")
     return given.value

@@ -15,6 +15,8 @@ NODES_MAX = 10_000
 DEPTH_MAX = 12
 
 _SEVERAL = "expected a single document in the stream"
+_EXAMPLES = "write `merge_method` and `models`; docs/merging.md has examples"
+_YAML = "indent with spaces, and put text that has `: ` or ` #` in it in quotes"
 
 Scalar = str | int | float | bool | None
 
@@ -25,13 +27,13 @@ class Located:
     def __init__(self, value: Scalar | list[Located] | dict[str, Located], at: str, line: int) -> None:
         self.value, self.at, self.line = value, at, line
 
-    def refuse(self, what: str, hint: str = "") -> NoReturn:
+    def refuse(self, what: str, hint: str) -> NoReturn:
         """`InvalidRequest` with the position first."""
         raise InvalidRequest(f"recipe, line {self.line}: {self.at} {what}", hint=hint, line=self.line, key=self.at)
 
     def mapping(self, known: Iterable[str] | None = None) -> dict[str, Located]:
         if not isinstance(self.value, dict):
-            self.refuse("is not a mapping of keys to values")
+            self.refuse("is not a mapping of keys to values", "write lines `KEY: VALUE` below it")
         if known is not None:
             names = sorted(known)
             for key, inner in self.value.items():
@@ -46,19 +48,22 @@ class Located:
 
     def items(self) -> list[Located]:
         if not isinstance(self.value, list):
-            self.refuse("is not a list")
+            self.refuse("is not a list", "write `[A, B]`, or lines that begin with `- `")
         return self.value
 
     def text(self) -> str:
         if not isinstance(self.value, str) or not self.value:
-            self.refuse(f"is {self.value!r} instead of text")
+            self.refuse(f"is {self.value!r} instead of text", "write text, in quotes if YAML reads it as something else")
         return self.value
 
 
 def read_document(text: str) -> Located:
     """A recipe's document. `InvalidRequest` with the line for invalid YAML, `LimitExceeded` for one that is too large."""
     if len(text.encode(errors="surrogatepass")) > TEXT_BYTES_MAX:
-        raise LimitExceeded(f"a recipe has at most {TEXT_BYTES_MAX} bytes")
+        raise LimitExceeded(
+            f"a recipe has at most {TEXT_BYTES_MAX} bytes",
+            hint="delete comments and values that are defaults, or merge some of the models first",
+        )
     try:
         _check_depth(text)
         document = yaml.compose(text, yaml.SafeLoader)
@@ -67,11 +72,11 @@ def read_document(text: str) -> Located:
         if error.context == _SEVERAL:
             hint = "make a recipe of each document, and merge them one after the other"
             raise InvalidRequest(f"recipe, line {line}: a second document begins", hint=hint, line=line) from None
-        raise InvalidRequest(f"recipe, line {line}: {error.problem or 'no YAML'}", line=line) from None
+        raise InvalidRequest(f"recipe, line {line}: {error.problem or 'no YAML'}", hint=_YAML, line=line) from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise InvalidRequest(f"the recipe is not YAML: {error}") from None
+        raise InvalidRequest(f"the recipe is not YAML: {error}", hint=_YAML) from None
     if document is None:
-        raise InvalidRequest("the recipe is empty")
+        raise InvalidRequest("the recipe is empty", hint=_EXAMPLES)
     return _Reader().read(document, "the recipe", 0)
 
 
@@ -113,10 +118,16 @@ class _Reader:
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise InvalidRequest(f"recipe, line {line}: a key that is not text", line=line)
+                raise InvalidRequest(
+                    f"recipe, line {line}: a key that is not text",
+                    hint="write each key as a word, such as `models:`",
+                    line=line,
+                )
             name = str(key.value)
             if name in mapping:
-                raise InvalidRequest(f"recipe, line {line}: {name!r} appears twice", line=line, key=name)
+                raise InvalidRequest(
+                    f"recipe, line {line}: {name!r} appears twice", hint="keep one of them", line=line, key=name
+                )
             mapping[name] = Located(self.read(value, name, depth + 1).value, name, line)
         return mapping
 
@@ -130,7 +141,15 @@ def _scalar(node: yaml.Node, at: str, line: int) -> Scalar:
             scalar: Scalar = loader.construct_object(node)
             return scalar
         except (yaml.YAMLError, ValueError, KeyError) as error:
-            raise InvalidRequest(f"recipe, line {line}: {at} cannot be read: {error}", line=line, key=at) from None
+            raise InvalidRequest(
+                f"recipe, line {line}: {at} cannot be read: {error}",
+                hint="put it in quotes if it is text",
+                line=line,
+                key=at,
+            ) from None
     raise InvalidRequest(
-        f"recipe, line {line}: {at} is of the type {node.tag!r}, which a recipe cannot have", line=line, key=at
+        f"recipe, line {line}: {at} is of the type {node.tag!r}, which a recipe cannot have",
+        hint="write it as text, a number, true, false or null, without a tag",
+        line=line,
+        key=at,
     )

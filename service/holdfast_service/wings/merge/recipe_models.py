@@ -81,15 +81,15 @@ class SliceReader(NamedTuple):
         """The parts under `slices`; `InvalidRequest` by line for sources of different lengths."""
         parts = [self._slice(one) for one in given.items()]
         if not parts:
-            given.refuse("is an empty list")
+            given.refuse("is an empty list", "list parts with their `sources`, or whole models under `models`")
         if sum(one.layers or 0 for one in parts) > LAYERS_MAX:
-            given.refuse(f"stacks over {LAYERS_MAX} layers")
+            given.refuse(f"stacks over {LAYERS_MAX} layers", "take fewer layers with `layer_range`")
         return tuple(parts)
 
     def _slice(self, given: Located) -> RecipeSlice:
         keys = given.mapping(("sources", "base_model", "parameters"))
         if "sources" not in keys:
-            given.refuse("has no `sources`")
+            given.refuse("has no `sources`", "add `sources`, a list of models with a `layer_range` each")
         sources = [self._model(one, _OF_SOURCES) for one in keys["sources"].items()]
         reader = self
         if "base_model" in keys:
@@ -137,13 +137,16 @@ class SliceReader(NamedTuple):
         if not method.models_min <= len(models) <= most:
             besides = " besides the base" if found is not None else ""
             wanted = f"{method.models_min}" if method.models_min == most else f"{method.models_min} to {most}"
-            at.refuse(f"has {len(models)} models{besides}; {method.name} takes {wanted}")
+            at.refuse(
+                f"has {len(models)} models{besides}; {method.name} takes {wanted}",
+                "list as many, or use another `merge_method`",
+            )
         return RecipeSlice(tuple(models), found, self.settings, at.line)
 
     def _model(self, given: Located, known: tuple[str, ...]) -> RecipeModel:
         keys = given.mapping(known)
         if "model" not in keys:
-            given.refuse("names no model")
+            given.refuse("names no model", "add `model: NAME`")
         settings = read_settings(keys["parameters"], self.method, False) if "parameters" in keys else {}
         layers = None
         if "layer_range" in known:
@@ -168,7 +171,7 @@ def read_name(given: Located) -> ModelName:
     if isinstance(given.value, dict):
         keys = given.mapping(("model", "lora"))
         if "model" not in keys:
-            given.refuse("names no model")
+            given.refuse("names no model", "add `model: NAME`")
         adapter = _path(keys["lora"]) if "lora" in keys and keys["lora"].value is not None else None
         return ModelName(_path(keys["model"]), adapter, given.line)
     text = given.text()
@@ -183,7 +186,7 @@ def _path(given: Located) -> str:
         return given.text()
     keys = given.mapping(("path", "revision"))
     if "path" not in keys:
-        given.refuse("has no path")
+        given.refuse("has no path", "add `path: NAME`")
     revision = keys["revision"].value if "revision" in keys else None
     return keys["path"].text() if revision is None else f"{keys['path'].text()}@{revision}"
 

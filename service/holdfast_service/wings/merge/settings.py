@@ -68,7 +68,7 @@ def read_setting(given: Located, parameter: MergeParameter) -> Setting:
     if isinstance(given.value, list):
         entries = given.items()
         if not entries:
-            given.refuse("is an empty list")
+            given.refuse("is an empty list", "write a value, or delete the line")
         if all(isinstance(one.value, dict) for one in entries):
             return Setting(tuple(_conditional(one, parameter) for one in entries), given.line)
     return Setting((_choice(None, given, parameter),), given.line)
@@ -77,7 +77,7 @@ def read_setting(given: Located, parameter: MergeParameter) -> Setting:
 def _conditional(given: Located, parameter: MergeParameter) -> FilteredValue:
     keys = given.mapping(FILTERS)
     if "value" not in keys:
-        given.refuse("has a filter, but no value")
+        given.refuse("has a filter, but no value", "add `value` beside `filter`")
     word = keys["filter"].text() if "filter" in keys and keys["filter"].value is not None else None
     return _choice(word, keys["value"], parameter)
 
@@ -86,20 +86,20 @@ def _choice(word: str | None, given: Located, parameter: MergeParameter) -> Filt
     if not isinstance(given.value, list):
         return FilteredValue(word, (_checked(given, parameter),), False)
     if parameter.kind is not float:
-        given.refuse(f"has points of a gradient, which {parameter.name} cannot have")
+        given.refuse(f"has points of a gradient, which {parameter.name} cannot have", "write one value")
     points = tuple(_checked(one, parameter) for one in given.items())
     if not points:
-        given.refuse("is an empty list")
+        given.refuse("is an empty list", "write a value, or delete the line")
     return FilteredValue(word, points, True)
 
 
 def _checked(given: Located, parameter: MergeParameter) -> Value:
     if given.value is None or isinstance(given.value, list | dict):
-        given.refuse(f"is not a value of {parameter.name}")
+        given.refuse(f"is not a value of {parameter.name}", "write one value, or delete the line")
     try:
         return parameter.checked(given.value)
     except ValueError as error:
-        given.refuse(f"is {given.value!r} instead of {error}")
+        given.refuse(f"is {given.value!r} instead of {error}", "change the value, or delete the line")
 
 
 def _at(points: Sequence[Value], depth: float) -> float:

@@ -86,7 +86,7 @@ def _multiple(given: Located | None) -> int:
     if given is None or given.value is None:
         return 1
     if isinstance(given.value, bool) or not isinstance(given.value, int) or not 1 <= given.value <= ROWS_MAX:
-        given.refuse(f"is {given.value!r} instead of a whole number of at least 1")
+        given.refuse(f"is {given.value!r} instead of a whole number of at least 1", "for example `8`, or delete the line")
     return given.value
 
 
@@ -94,7 +94,7 @@ def _token(token: str, given: Located) -> TokenSource:
     keys = given.mapping(("source", "force")) if given.value is not None else {}
     force = keys["force"].value if "force" in keys else False
     if not isinstance(force, bool):
-        keys["force"].refuse("is not true or false")
+        keys["force"].refuse("is not true or false", "write `force: true`, or delete the line")
     if "source" not in keys or keys["source"].value is None:
         if force:
             given.refuse("is forced, but has no source", "name a model as its `source`")
@@ -110,10 +110,10 @@ def _token(token: str, given: Located) -> TokenSource:
     inner = source.mapping()
     rows = [inner[key] for key in ("token", "token_id") if key in inner and inner[key].value is not None]
     if "model" not in inner or len(rows) != 1:
-        source.refuse("needs a model, and either token or token_id")
+        source.refuse("needs a model, and either token or token_id", "give `model` and one of `token` and `token_id`")
     row = rows[0].value
     if isinstance(row, bool) or not isinstance(row, str | int):
-        rows[0].refuse("is neither a token nor its number")
+        rows[0].refuse("is neither a token nor its number", "write `token: TEXT` or `token_id: NUMBER`")
     return TokenSource(token, False, read_name(inner["model"]), row, force, given.line)
 
 

@@ -74,7 +74,7 @@ def _document(source: ExportSource, name: str) -> Mapping[str, Any]:
     try:
         document = json.loads(source.read_asset(name))
     except (ValueError, RecursionError) as error:
-        raise StateMismatch(f"cannot read {name}: {error}", file=name) from error
+        raise StateMismatch(f"cannot read {name}: {error}", hint="export a single model: --as hf", file=name) from error
     return document if isinstance(document, dict) else {}
 
 

@@ -65,7 +65,11 @@ def roundings(source: ExportSource, mapped_tensors: Iterable[MappedTensor]) -> l
         name, after = mapped.spec.name, mapped.spec.dtype
         for before in {source.listing.tensors[move.source].spec.dtype for move in mapped.moves} - {after}:
             if not {before, after} <= FLOATS.keys():
-                raise StateMismatch(f"tensor {name!r} cannot be converted from {before} to {after}", tensor=name)
+                raise StateMismatch(
+                    f"tensor {name!r} cannot be converted from {before} to {after}",
+                    hint="leave --weights and --dtype out",
+                    tensor=name,
+                )
             counted[before, after] += 1
     notes = []
     for (before, after), count in sorted(counted.items()):
@@ -98,6 +102,7 @@ def _instead(
         if other.spec.shape != tensor.spec.shape:
             raise StateMismatch(
                 f"{name!r} has shape {list(other.spec.shape)} in group {group} and {list(tensor.spec.shape)} in the model",
+                hint="export the model's weights: leave --weights out",
                 tensor=name,
             )
         replaced[name] = other
@@ -132,7 +137,11 @@ def _check_ties(source: ExportSource, group: str) -> None:
     entries = source.group(group)
     for alias, target in source.ties(GROUP).items():
         if alias in entries and target in entries and not source.equal(TensorKey(group, alias), TensorKey(group, target)):
-            raise StateMismatch(f"{alias!r} and {target!r} are tied in the model but differ in group {group}", tensor=alias)
+            raise StateMismatch(
+                f"{alias!r} and {target!r} are tied in the model but differ in group {group}",
+                hint="export the model's weights: leave --weights out",
+                tensor=alias,
+            )
 
 
 def _cast(mapped: MappedTensor, group: str, name: str, dtype: str, wanted: str | None) -> MappedTensor:

@@ -25,7 +25,10 @@ def encode(value: Any, other: Other, trail: Trail = ()) -> Any:
     Raises `InvalidRequest`, with the path, for values nested too deeply.
     """
     if len(trail) > DEPTH_MAX:
-        raise InvalidRequest(f"{path_of(trail[:4])}… is nested deeper than {DEPTH_MAX} levels")
+        raise InvalidRequest(
+            f"{path_of(trail[:4])}… is nested deeper than {DEPTH_MAX} levels",
+            hint="store it flatter, with the program that wrote it",
+        )
     if value is None or isinstance(value, bool):
         return value
     if type(value) in _ATOMS:
@@ -73,11 +76,15 @@ def decode(encoded: Any, stored: Callable[[str, str], Any]) -> Any:
     if tag in ("$tensor", "$array"):
         return stored(tag[1:], str(content))
     if tag not in _TAGS:
-        raise InvalidRequest(f"the tag {tag} is unknown")
+        raise InvalidRequest(f"the tag {tag} is unknown", hint="use the version of Holdfast that saved it, or a newer one")
     try:
         return _TAGS[tag](content, lambda item: decode(item, stored))
     except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise CorruptManifest(f"cannot read a value with the tag {tag}: {error}", file="state.json") from error
+        raise CorruptManifest(
+            f"cannot read a value with the tag {tag}: {error}",
+            hint="verify the checkpoint with `holdfast verify`, and use another one",
+            file="state.json",
+        ) from error
 
 
 def _items(values: Iterable[Any], other: Other, trail: Trail) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from holdfast_formats.errors import InvalidRequest
 
 DEPTH_MAX = 100
+_HINT = "export only the model with `--as hf`"
 
 
 class NamedGlobal(NamedTuple):
@@ -62,7 +63,7 @@ class _PickleWriter:
 
     def write(self, value: Any, depth: int) -> None:
         if depth > DEPTH_MAX:
-            raise InvalidRequest(f"a value is nested deeper than {DEPTH_MAX} levels")
+            raise InvalidRequest(f"a value is nested deeper than {DEPTH_MAX} levels", hint=_HINT)
         if isinstance(value, NamedGlobal | str):
             self._named(value)
         elif isinstance(value, GlobalCall | MadeObject | PersistentId):
@@ -84,7 +85,7 @@ class _PickleWriter:
             parts = (value.real, value.imag) if isinstance(value, complex) else (sorted(value, key=repr),)
             self._object(GlobalCall(NamedGlobal(f"builtins.{type(value).__name__}"), parts), depth)
         else:
-            raise InvalidRequest(f"a value of type {type(value).__name__} cannot be written into a pickle")
+            raise InvalidRequest(f"a value of type {type(value).__name__} cannot be written into a pickle", hint=_HINT)
 
     def _named(self, value: NamedGlobal | str) -> None:
         key = (type(value), value.name if isinstance(value, NamedGlobal) else value)

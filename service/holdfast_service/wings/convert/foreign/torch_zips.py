@@ -157,7 +157,11 @@ def of_value(value: Any) -> bytes:
 
 def _tensor(spec: TensorSpec, number: int) -> GlobalCall:
     if spec.dtype not in dtypes.TORCH_NAMES:
-        raise InvalidRequest(f"tensor {spec.name!r} is {spec.dtype}, for which torch has no dtype", tensor=spec.name)
+        raise InvalidRequest(
+            f"tensor {spec.name!r} is {spec.dtype}, for which torch has no dtype",
+            hint="export only the model with `--as hf`",
+            tensor=spec.name,
+        )
     known = spec.dtype in _STORAGES
     kind = _STORAGES.get(spec.dtype, dtypes.UNTYPED)
     length = prod(spec.shape) if known else spec.nbytes

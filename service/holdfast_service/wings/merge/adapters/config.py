@@ -197,7 +197,9 @@ def read(config: bytes, name: str) -> AdapterConfig:
     try:
         document = json.loads(config)
     except (ValueError, RecursionError) as error:
-        raise StateMismatch(f"{name}: cannot read {NAME}: {error}", file=NAME) from error
+        raise StateMismatch(
+            f"{name}: cannot read {NAME}: {error}", hint="write it again by save_pretrained() of PEFT", file=NAME
+        ) from error
     if not isinstance(document, dict) or "peft_type" not in document:
         refuse(name, f"its {NAME} does not describe a LoRA adapter")
     for key in ("r", "lora_alpha"):

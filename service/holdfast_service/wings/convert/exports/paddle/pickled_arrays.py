@@ -66,7 +66,11 @@ def around(key: str, spec: TensorSpec, name: str | None = None) -> tuple[bytes, 
     `StateMismatch` for a dtype that Paddle lacks.
     """
     if spec.dtype not in _CODES:
-        raise StateMismatch(f"{spec.name!r} is {spec.dtype}, which Paddle does not support", tensor=spec.name)
+        raise StateMismatch(
+            f"{spec.name!r} is {spec.dtype}, which Paddle does not support",
+            hint="export only the model with `--as hf`, or everything with `--as dcp`",
+            tensor=spec.name,
+        )
     code = _CODES[spec.dtype]
     order = "|" if code.endswith("1") else "<"
     kind = _opcodes(GlobalCall(NamedGlobal("numpy.dtype"), (code, False, True)))

@@ -260,7 +260,7 @@ def _of_groups(
             continue
         for name in (new for old in params if isinstance(old, str) for new in arranged.became(old)):
             if knowns.setdefault(name, value) != value:
-                raise StateMismatch(f"{name!r} is made from parameters whose betas or steps differ", tensor=name)
+                raise StateMismatch(f"{name!r} is made from parameters whose betas or steps differ", hint=_HINT, tensor=name)
     return knowns
 
 

@@ -50,7 +50,10 @@ def trainer_files(source: ExportSource, state: PaddleState) -> TrainerFiles:
         )
     step = source.listing.step if state.step is None else state.step
     if step is None:
-        raise StateMismatch("parameters have different step counts, and the source does not record the training step")
+        raise StateMismatch(
+            "parameters have different step counts, and the source does not record the training step",
+            hint="import it as RUN@STEP, and export that",
+        )
     kept = source.listing.documents.get("extra", {})
     trainer, scheduler = (kept.get(key) for key in TRAINER_KEYS)
     same = isinstance(trainer, dict) and trainer.get("global_step") == step

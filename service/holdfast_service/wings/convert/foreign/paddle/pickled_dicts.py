@@ -153,7 +153,11 @@ class Latin:
 
     def __init__(self, array: LatinArray, dtype: str) -> None:
         if array.strides != strides(array.shape):
-            raise StateMismatch(f"{array.file}: the array at byte {array.offset} is not stored row by row", file=array.file)
+            raise StateMismatch(
+                f"{array.file}: the array at byte {array.offset} is not stored row by row",
+                hint="store numpy.ascontiguousarray(array) in its place",
+                file=array.file,
+            )
         self._array, self._dtype = array, dtype
         self._text = StoredArray(array.file, "", "U8", (array.length,), array.offset, (1,)).tensor("extra", "text")
         self._counts: list[int] = []  # characters before every `COUNT_BYTES` of text
@@ -203,6 +207,7 @@ class Latin:
         if counts[-1] != wanted:
             raise StateMismatch(
                 f"{self._array.file}: the array at byte {self._array.offset} has {counts[-1]} bytes instead of {wanted}",
+                hint="copy the file again: it is not complete",
                 file=self._array.file,
             )
         self._counts = counts
