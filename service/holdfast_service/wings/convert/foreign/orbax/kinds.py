@@ -229,7 +229,7 @@ def _object(files: Files, path: str) -> dict[str, Any]:
 
 
 def _other(trail: json_values.Trail, value: Any) -> Any:
-    raise StateMismatch(f"{json_values.path_of(trail)} is no JSON")
+    raise StateMismatch(f"{json_values.path_of(trail)} is no JSON", hint=LOAD)
 
 
 KIND = ForeignKind("orbax", IMPORT_KINDS["orbax"], recognises, read)
