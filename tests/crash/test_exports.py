@@ -10,7 +10,7 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -306,6 +306,31 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
+
+
+def test_a_kill_of_the_command_ends_its_program(root: Path, tmp_path: Path) -> None:
+    """It does not go on alone: the same command goes on from the finished files, and is not refused as a second one."""
+    program = Program(tmp_path, root / naming.checkpoint_path("llama", STEP), WAYS["dcp"])
+    acts = len(program.run().acts)
+    shutil.rmtree(program.place / "out")
+    log = tmp_path / "acts"
+    Path(f"{log}.kill").write_text(f"{acts // 2} STOP")
+    starter = Forked(["-c", STARTER, str(log), program.work.model_dump_json(by_alias=True)], kind="rank")
+    lock, worker = program.place / naming.export_lock("out"), 0
+    try:
+        wait_until(lambda: lock.exists() and lock.read_text().endswith("\n"))
+        worker = int(lock.read_text().split()[1])
+        wait_until(lambda: stopped(worker))
+        starter.kill()
+        starter.wait(180)
+        wait_until(lambda: not Path(f"/proc/{worker}/exe").exists())
+    finally:
+        starter.kill()
+        starter.communicate()
+        if worker:
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+    assert "out" not in program.there() and program.run().status == 0
 
 
 def test_ctrl_c_waits_until_all_is_cleaned_up(root: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -49,11 +50,12 @@ def offline(work: OfflineWork, on_bytes: OnBytes | None = None) -> dict[str, Any
     """Run it in a program of the service on this machine. Needs the service's packages.
 
     `on_bytes` receives the progress, if there is any; without it, warnings of the program are shown. If the caller is
-    interrupted, so is the work, which cleans up first.
+    interrupted, so is the work, which cleans up first. If this process is killed, so is the work.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         seen = None if on_bytes is None else errors
-        process = subprocess.Popen(command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=seen, text=True)
+        words = [*command(), str(os.getpid())]
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=seen, text=True)
         try:
             assert process.stdin is not None
             with suppress(BrokenPipeError), process.stdin as asked:  # it may have ended, and says why

@@ -1,18 +1,32 @@
 """`python -m holdfast_service.offline`: work on a root or a directory, which a daemon may serve or not.
 
 `holdfast` calls this program. Its standard input is one document of `holdfast_formats.rest.offline`. It prints one JSON
-document: the result, or a problem after an error, whose branch the exit status follows.
+document: the result, or a problem after an error, whose branch the exit status follows. Its argument, if there is one, is
+the process that waits for the result: if that is killed, this program is, too, as if the command were one process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from holdfast_formats.errors import CheckpointError, RoundAborted, exit_status
 from holdfast_formats.rest.offline import CatalogWork, OfflineWork, TokenWork, parse
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with(caller: Sequence[str]) -> None:
+    """Have the kernel kill this process when the caller, a process ID, ends; exit if it has ended. Without one: nothing."""
+    if caller:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != int(caller[0]):
+            sys.exit("the caller has ended")
 
 
 def main(text: str) -> int:
@@ -56,4 +70,5 @@ def _done(work: OfflineWork) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    end_with(sys.argv[1:])
     sys.exit(main(sys.stdin.read()))
