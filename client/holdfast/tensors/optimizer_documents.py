@@ -46,9 +46,9 @@ def renamed(text: str, names: Mapping[str, Sequence[str]]) -> str:
             groups[params[0] if params else first] = {**group, "params": params}
         if first in began and params:
             began[params[0]] = began.pop(first)
-    document.pop(IDLE, None)  # ranks of a declared layout have other parameters
+    others = {part: held for part, held in _items(document) if part != IDLE}  # ranks of a layout have other parameters
     renamed_parts = {"groups": _ordered(groups), "state": _ordered(state), "masters": _ordered(masters)}
-    return _text({**document, **renamed_parts, **({BEGAN: _ordered(began)} if began else {})})
+    return _text(_ordered({**others, **renamed_parts, **({BEGAN: _ordered(began)} if began else {})}))
 
 
 def conflict(text: str, names: Mapping[str, Sequence[str]]) -> str | None:
@@ -104,10 +104,8 @@ def merged(texts: Sequence[str]) -> str:
     parts: dict[str, Any] = {"groups": groups, "state": state, "masters": listed, "kinds": kinds}
     parts |= {part: held for part, held in ((WRAPPED, wrapped), (BLOCKS, blocks), (BEGAN, began)) if held}
     parts |= {IDLE: list(idle)} if idle else {}
-    made = {**known[0], **{part: _ordered(held) if isinstance(held, dict) else held for part, held in parts.items()}}
-    if "$keys" in made:  # others may have parts that the first one lacks
-        made["$keys"] = [*made["$keys"], *(part for part in parts if part not in made["$keys"])]
-    return _text(made)
+    ordered = {part: _ordered(held) if isinstance(held, dict) else held for part, held in parts.items()}
+    return _text(_ordered({**dict(_items(known[0])), **ordered}))
 
 
 def _join(groups: dict[str, Any], first: str, group: dict[str, Any]) -> None:
@@ -135,7 +133,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
         document = json.loads(text)
     except ValueError:
         return None
-    plain = isinstance(document, dict) and set(document) >= _PARTS
+    plain = isinstance(document, dict) and set(document) >= _PARTS | set(document.get("$keys", ()))
     plain = plain and all(isinstance(document[part], dict) and "$dict" not in document[part] for part in _PARTS)
     return document if plain and all("params" in group for _, group in _items(document["groups"])) else None
 

@@ -74,10 +74,24 @@ def test_wrapper_tensors_of_several_ranks() -> None:
         renamed(texts[0], {"b": ["c"]})
 
 
+def test_idle_parameters_are_left_out_under_other_names() -> None:
+    """The rest stays, in its order; the ranks' documents as one have them all, also if the first has none."""
+    plain = {"groups": {"b": {"params": ["b", "a"]}}, "state": {}, "masters": {}, "kinds": {}}
+    idle = json_values.dumps({**plain, "idle": ["a"]}, "optim")
+    found = json_values.loads(renamed(idle, {"b": ["c"]}), "optim")
+    assert found == {**plain, "groups": {"c": {"params": ["c", "a"]}}}
+    assert list(found) == list(plain)
+    without = json_values.dumps(plain, "optim")
+    for texts in ([idle, without], [without, idle]):
+        assert json_values.loads(merged(texts), "optim") == {**plain, "idle": ["a"]}
+
+
 def test_what_is_no_such_document_stays() -> None:
-    """Text of another kind is handed on as it is."""
+    """Text of another kind is handed on as it is, also if it names a part that it lacks."""
     odd = document({"$a": {"params": ["$a"]}}, {}, {})
-    for text in ("[1]", "not json", '{"groups": {}}', odd):
+    lacking = document({}, {}, {}).replace('"kinds"]', '"kinds","idle"]')
+    assert '"idle"' in lacking
+    for text in ("[1]", "not json", '{"groups": {}}', odd, lacking):
         assert renamed(text, {"a": ["b"]}) == text
         assert merged([text, document({}, {}, {})]) == text
 
