@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,11 +23,23 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with(caller: Sequence[str]) -> None:
-    """Have the kernel kill this process when the caller, a process ID, ends; exit if it has ended. Without one: nothing."""
-    if caller:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != int(caller[0]):
+    """Have the kernel kill this process when its parent ends; exit if the caller, a process ID, has ended before.
+
+    Without a caller: nothing. Where the kernel or a sandbox has no descriptors of processes, an earlier end is not seen.
+    """
+    if not caller:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    try:
+        watched = os.pidfd_open(int(caller[0]))
+    except OSError as error:
+        if isinstance(error, ProcessLookupError):
             sys.exit("the caller has ended")
+        return
+    ended = select.select([watched], [], [], 0)[0]
+    os.close(watched)
+    if ended:
+        sys.exit("the caller has ended")
 
 
 def main(text: str) -> int:

@@ -1,8 +1,9 @@
 """The state dict of a torch optimizer, beside the model's in the same file, by the names of the parameters.
 
 It numbers parameters in the optimizer's order, and has their names only if the optimizer was given them. Without names, one
-group of as many parameters as the model has tensors, each with state of that tensor's shape, must be `model.parameters()`.
-Anything else could have another order, and keeps its numbers (`trainers.numbered_optimizers`).
+group of as many parameters as the model has tensors, each with state of that tensor's shape, must be `model.parameters()` if
+no two tensors have the same shape. Anything else could have another order, and keeps its numbers, which a restore resolves
+by the live optimizer (`trainers.numbered_optimizers`).
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def _in_order(
     """The names of the parameters, if they are certainly those of the model in its order; none otherwise."""
     own = {tensor.pieces: tensor for tensor in reversed(weights)}  # tied ones are one parameter, by its first name
     single = [tensor for tensor in weights if own[tensor.pieces] is tensor]
-    if groups != 1 or len(single) != len(numbers):
+    shapes = {tensor.spec.shape for tensor in single}
+    if groups != 1 or len(single) != len(numbers) or (state and len(shapes) != len(single)):
         return []
     for number, tensor in enumerate(single if state else ()):
         held = state.get(number, {}).values()
