@@ -56,19 +56,23 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "named"),
     [
-        lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
-        lambda model: torch.optim.AdamW(_groups(model)),
-        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        (lambda model: torch.optim.AdamW(model.parameters(), lr=0.1), False),
+        (lambda model: torch.optim.AdamW(_groups(model)), True),
+        (lambda model: torch.optim.SGD(reversed(list(model.parameters())), lr=0.1, momentum=0.9), False),
     ],
     ids=["in order", "by names", "momentum"],
 )
-def test_by_names(tmp_path: Path, given: NamedSnapshot) -> None:
-    """All of its state is that of the right parameter, and so are hyper-parameters."""
+def test_names_or_numbers(tmp_path: Path, given: NamedSnapshot, named: bool) -> None:
+    """All of its state is that of the right parameter, and so are hyper-parameters. Parameters of equal shapes keep their
+    numbers: whether the optimizer had them in the model's order is not in the file.
+    """
     model, optimizer = _trained(given)
     listing = _read(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3})
-    names = {id(value): name for name, value in model.named_parameters()}
+    numbered = enumerate(p for group in optimizer.param_groups for p in group["params"])
+    labels = ((name, p) for name, p in model.named_parameters()) if named else ((str(n), p) for n, p in numbered)
+    names = {id(value): name for name, value in labels}
     wanted = {f"{names[id(p)]}/{kind}": held for p, state in optimizer.state.items() for kind, held in state.items()}
     found = {key.name: tensor for key, tensor in listing.tensors.items() if key.group == "optim"}
     assert found.keys() == wanted.keys()
@@ -82,7 +86,18 @@ def test_by_names(tmp_path: Path, given: NamedSnapshot) -> None:
     ]
     assert [group["lr"] for group in kept] == [group["lr"] for group in optimizer.param_groups]
     assert listing.documents["extra"] == {"epoch": 3}
-    assert any("have no names" in note for note in listing.notes) is (len(kept) == 1)
+    assert any("numbers its" in note for note in listing.notes) is not named
+
+
+def test_distinct_shapes_say_the_names(tmp_path: Path) -> None:
+    """The order of the model, which no other order of these shapes could be."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    listing = _read(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    assert {"weight/exp_avg", "bias/exp_avg"} <= {key.name for key in listing.tensors}
+    assert any("have no names" in note for note in listing.notes)
 
 
 def test_masters_steps_and_other_values(tmp_path: Path) -> None:
@@ -113,6 +128,7 @@ _HALF = [{"params": [0]}, {"params": [1]}]
     "optimizer",
     [
         _state(1),
+        _state(2),
         _state(3),
         {**_state(2), "param_groups": _HALF},
         {**_state(2), "state": {0: {"exp_avg": torch.ones(2)}}},
@@ -140,13 +156,13 @@ def test_numbers_stay_where_names_are_not_certain(tmp_path: Path, optimizer: dic
         ({**_state(2), "state": {5: {}}}, "neither names its parameters nor number"),
         ({**_state(2), "param_groups": [{"params": [1, 0]}]}, "neither names its parameters nor number"),
         ({**_state(2), "param_groups": [{"lr": 1}]}, "not a state dict that torch writes"),
-        ({**_state(2), "state": {n: {"a/b": torch.ones(2)} for n in (0, 1)}}, "a name that a checkpoint cannot store"),
-        ({**_state(2), "state": {n: {"x": torch.ones(2), "y": [torch.ones(1)]} for n in (0, 1)}}, "only tensors and plain"),
+        ({**_state(2), "state": {n: {"a/b": torch.ones(2 + n)} for n in (0, 1)}}, "a name that a checkpoint cannot store"),
+        ({**_state(2), "state": {n: {"x": torch.ones(2 + n), "y": [torch.ones(1)]} for n in (0, 1)}}, "only tensors"),
     ],
 )
 def test_what_is_not_certain(tmp_path: Path, optimizer: dict[str, Any], said: str) -> None:
     """What torch does not write, and names of nothing: refused by key, with what to do."""
-    weights = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    weights = {"a": torch.zeros(2), "b": torch.zeros(3)}
     with pytest.raises(StateMismatch, match=said) as refused:
         _read(tmp_path, {"model": weights, "optimizer": optimizer})
     assert refused.value.members["file"] == "a.pt" and refused.value.members["tensor"].startswith("optimizer")
@@ -160,7 +176,10 @@ def test_two_of_them(tmp_path: Path) -> None:
         _read(tmp_path, {"model": weights, "first": _state(1), "second": _state(1)})
     assert "--leave-out first --leave-out second" in refused.value.hint
     with pytest.raises(StateMismatch, match="'second', which has state 'a/exp_avg', as another one"):
-        _read(tmp_path, {"model": weights, "first": _state(2), "second": _state(2)})
+        _read(
+            tmp_path,
+            {"model": weights, "first": _state(2, param_names=["a", "b"]), "second": _state(2, param_names=["a", "b"])},
+        )
     each = [_state(1, param_names=[name]) for name in "ab"]
     listing = _read(tmp_path, {"model": weights, "optimizers": each})
     assert set(listing.documents["optim"]) == {"optimizers[0]", "optimizers[1]"}
