@@ -4,6 +4,7 @@ name is complete.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -321,9 +322,10 @@ def test_a_kill_of_the_command_ends_its_program(root: Path, tmp_path: Path) -> N
         wait_until(lambda: lock.exists() and lock.read_text().endswith("\n"))
         worker = int(lock.read_text().split()[1])
         wait_until(lambda: stopped(worker))
+        assert not released(lock)
         starter.kill()
         starter.wait(180)
-        wait_until(lambda: not Path(f"/proc/{worker}/exe").exists())
+        wait_until(lambda: released(lock))
     finally:
         starter.kill()
         starter.communicate()
@@ -331,6 +333,16 @@ def test_a_kill_of_the_command_ends_its_program(root: Path, tmp_path: Path) -> N
             with suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
     assert "out" not in program.there() and program.run().status == 0
+
+
+def released(lock: Path) -> bool:
+    """Whether no process holds it. A killed one does for a moment after its memory is gone."""
+    with lock.open("rb") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def test_ctrl_c_waits_until_all_is_cleaned_up(root: Path, tmp_path: Path) -> None:
