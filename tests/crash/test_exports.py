@@ -309,30 +309,36 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_kill_of_the_command_ends_its_program(root: Path, tmp_path: Path) -> None:
-    """It does not go on alone: the same command goes on from the finished files, and is not refused as a second one."""
+class StoppedHalfWay(NamedTuple):
+    """A command, and the program that works for it, which stands still."""
+
+    program: Program
+    command: Forked
+    worker: int
+    lock: Path
+
+
+@contextmanager
+def stopped_half_way(root: Path, tmp_path: Path) -> Iterator[StoppedHalfWay]:
+    """An export to DCP whose program stops in the middle of its acts. Neither of the two outlives the block."""
     program = Program(tmp_path, root / naming.checkpoint_path("llama", STEP), WAYS["dcp"])
     acts = len(program.run().acts)
     shutil.rmtree(program.place / "out")
     log = tmp_path / "acts"
     Path(f"{log}.kill").write_text(f"{acts // 2} STOP")
-    starter = Forked(["-c", STARTER, str(log), program.work.model_dump_json(by_alias=True)], kind="rank")
+    command = Forked(["-c", STARTER, str(log), program.work.model_dump_json(by_alias=True)], kind="rank")
     lock, worker = program.place / naming.export_lock("out"), 0
     try:
         wait_until(lambda: lock.exists() and lock.read_text().endswith("\n"))
         worker = int(lock.read_text().split()[1])
         wait_until(lambda: stopped(worker))
-        assert not released(lock)
-        starter.kill()
-        starter.wait(180)
-        wait_until(lambda: released(lock))
+        yield StoppedHalfWay(program, command, worker, lock)
     finally:
-        starter.kill()
-        starter.communicate()
+        command.kill()
+        command.communicate()
         if worker:
             with suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
-    assert "out" not in program.there() and program.run().status == 0
 
 
 def released(lock: Path) -> bool:
@@ -345,24 +351,19 @@ def released(lock: Path) -> bool:
         return True
 
 
+def test_a_kill_of_the_command_ends_its_program(root: Path, tmp_path: Path) -> None:
+    """It does not go on alone: the same command goes on from the finished files, and is not refused as a second one."""
+    with stopped_half_way(root, tmp_path) as half_way:
+        assert not released(half_way.lock)
+        half_way.command.kill()
+        half_way.command.wait(180)
+        wait_until(lambda: released(half_way.lock))
+    assert "out" not in half_way.program.there() and half_way.program.run().status == 0
+
+
 def test_ctrl_c_waits_until_all_is_cleaned_up(root: Path, tmp_path: Path) -> None:
-    """Whoever has started the program passes the signal on, and ends when nothing is left."""
-    program = Program(tmp_path, root / naming.checkpoint_path("llama", STEP), WAYS["dcp"])
-    acts = len(program.run().acts)
-    shutil.rmtree(program.place / "out")
-    log = tmp_path / "acts"
-    Path(f"{log}.kill").write_text(f"{acts // 2} STOP")
-    starter = Forked(["-c", STARTER, str(log), program.work.model_dump_json(by_alias=True)], kind="rank")
-    lock, worker = program.place / naming.export_lock("out"), 0
-    try:
-        wait_until(lambda: lock.exists() and lock.read_text().endswith("\n"))
-        worker = int(lock.read_text().split()[1])
-        wait_until(lambda: stopped(worker))
-        starter.send_signal(signal.SIGINT)
-        os.kill(worker, signal.SIGCONT)
-        assert starter.wait(180) == 130 and program.there() == []
-    finally:
-        starter.kill()
-        starter.communicate()
-        if lock.exists():
-            os.kill(worker, signal.SIGKILL)
+    """The command passes the signal on to its program, and ends when nothing is left."""
+    with stopped_half_way(root, tmp_path) as half_way:
+        half_way.command.send_signal(signal.SIGINT)
+        os.kill(half_way.worker, signal.SIGCONT)
+        assert half_way.command.wait(180) == 130 and half_way.program.there() == []

@@ -31,7 +31,7 @@ from holdfast.tensors.casting import check as check_casts
 from holdfast.tensors.casting import leaves_apart
 from holdfast.tensors.leaves import Leaf, covers, is_ignored
 from holdfast.tensors.live_pieces import LivePiece
-from holdfast.tensors.matching import LISTED_MAX
+from holdfast.tensors.matching import LISTED_MAX, MatchedLeaves
 from holdfast.tensors.torch_dtypes import UNSIGNED, as_integers
 from holdfast_files.objects.traffic import RequestCount
 from holdfast_formats.disk import coded, state_json
@@ -148,10 +148,8 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     if average is not None:  # the group is the daemon's: nothing live has it
         stored = stored._replace(specs={group: of for group, of in stored.specs.items() if group != EMA})
         groups = None if groups is None else set(groups) - {EMA}
-    excluded, strict = wanted.exclude, wanted.strict
-    choices = wanted.masters, wanted.cast, wanted.keep, wanted.requantise
     with program_hint.named(stored, reader, (layout and language.text(layout)) or f"dp={launch.world}"):
-        restoration = state.prepare(stored, groups, excluded, strict, *choices)
+        restoration = _prepared(state, stored, groups, wanted)
     _check_assumed(state, reader.contents, {leaf.group for leaf in restoration.leaves})
 
     def fill_apart(leaves: Sequence[Leaf]) -> None:
@@ -193,6 +191,19 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         bytes_read=filled.bytes_read,
         bytes_by=origins,
         requests=reader.source.requests(),
+    )
+
+
+def _prepared(state: TrainState, stored: OfferedLeaves, groups: Collection[str] | None, wanted: WantedPart) -> MatchedLeaves:
+    return state.prepare(
+        stored,
+        groups,
+        wanted.exclude,
+        wanted.strict,
+        wanted.masters,
+        cast=wanted.cast,
+        keep=wanted.keep,
+        requantise=wanted.requantise,
     )
 
 

@@ -125,15 +125,22 @@ class SchedulerSetting(NamedTuple):
         return self.held[self.key]
 
 
-def settings(scheduler: LRScheduler, held: dict[str, Any], prefix: str = "") -> Iterator[SchedulerSetting]:
-    """The settings in `held`, a `state_dict` of such a scheduler. Those of schedulers inside it are called `0.T_max`."""
+def settings(scheduler: LRScheduler, held: Any, prefix: str = "") -> Iterator[SchedulerSetting]:
+    """The settings in `held`, a `state_dict` of such a scheduler. Those of schedulers inside it are called `0.T_max`.
+
+    A class of the user may have a `state_dict` of another form, which has none.
+    """
+    if not isinstance(held, dict) or not all(isinstance(key, str) for key in held):
+        return
     given = set(inspect.signature(type(scheduler).__init__).parameters) - {"last_epoch"}  # which every step moves
     given |= {"lr_lambdas", *_COMPUTED}
     for key in held:
         name = key.lstrip("_")
         if key != _INNER and not given.isdisjoint((key, name, name.removesuffix("s"))):
             yield SchedulerSetting(prefix + name, held, key, prefix + _COMPUTED.get(key, name))
-    for number, (inner, part) in enumerate(zip(vars(scheduler).get(_INNER, ()), held.get(_INNER, ()), strict=False)):
+    inside = held.get(_INNER)
+    parts = zip(vars(scheduler).get(_INNER, ()), inside if isinstance(inside, list) else (), strict=False)
+    for number, (inner, part) in enumerate(parts):
         yield from settings(inner, part, f"{prefix}{number}.")
 
 
@@ -148,8 +155,7 @@ def scheduler_settings(state: Mapping[str, Any]) -> list[tuple[str, list[Hyper]]
 def keep_settings(key: str, scheduler: LRScheduler, stored: Any, selection: Selection) -> LeftOutNote | None:
     """Put the live settings that stay into a stored `state_dict`. Returns a note on those that the checkpoint replaces."""
     live = {one.name: one.value for one in settings(scheduler, scheduler.state_dict())}
-    found = settings(scheduler, stored) if isinstance(stored, dict) else ()
-    differing = [one for one in found if one.name in live and not _equal(live[one.name], one.value)]
+    differing = [one for one in settings(scheduler, stored) if one.name in live and not _equal(live[one.name], one.value)]
     replaced: list[SchedulerSetting] = []
     for one in differing:
         if is_kept(key, one.kept_with, selection) or is_kept(key, one.name, selection):

@@ -229,6 +229,8 @@ def _buffered(data: Any) -> int:
     """The rows of the shuffle buffer of an `IterableDataset` of `datasets`, by the names in versions 2 to 5; 0 if none."""
     part = _attribute(data, "_ex_iterable")
     for _ in range(_DEPTH_MAX):
+        if part is None:
+            break
         size = _attribute(part, "buffer_size")
         if type(part).__name__ == "BufferShuffledExamplesIterable" and type(size) is int:
             return size

@@ -6,6 +6,7 @@ A tracker has `get_states` and `set_states`, as Megatron's CudaRNGStatesTracker,
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ _GENERATOR = "torch.Generator"  # the key of a generator's state
 _DEVICE = "device"
 
 
-class CheckedEntry:
+class CheckedEntry(ABC):
     """An adapter of an entry, which checks what a checkpoint has of it before anything changes."""
 
+    @abstractmethod
     def refuse_unfit(self, stored: Any) -> None:
         """Raise `StateMismatch` for a document that cannot be restored; its tensors are not filled yet."""
-        raise NotImplementedError
 
 
 class HeldGenerator(CheckedEntry):

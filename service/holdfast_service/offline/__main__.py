@@ -32,9 +32,9 @@ def end_with(caller: Sequence[str]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         watched = os.pidfd_open(int(caller[0]))
-    except OSError as error:
-        if isinstance(error, ProcessLookupError):
-            sys.exit("the caller has ended")
+    except ProcessLookupError:
+        sys.exit("the caller has ended")
+    except OSError:
         return
     ended = select.select([watched], [], [], 0)[0]
     os.close(watched)

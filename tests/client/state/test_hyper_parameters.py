@@ -174,3 +174,25 @@ def test_a_setting_that_no_scheduler_has_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="scheduler/T_min") as refused:
         restore(save(scheduled("T_max", 10)), twin, keep=("scheduler/T_min",))
     assert "scheduler/T_max" in refused.value.hint
+
+
+class Numbered(lr_scheduler.LRScheduler):
+    """A user's scheduler with a `state_dict` of its own form."""
+
+    def get_lr(self) -> list[float]:
+        return [0.1]
+
+    def state_dict(self) -> dict[Any, Any]:
+        return {0: self.last_epoch, "_schedulers": 3}
+
+    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+        self.last_epoch = state_dict[0]
+
+
+def test_a_state_dict_of_another_form_has_no_settings() -> None:
+    """And is given back as it was."""
+    state, twin = made(0.1), made(0.1)
+    state["scheduler"], twin["scheduler"] = Numbered(state["optim"]), Numbered(twin["optim"])
+    state["scheduler"].last_epoch = 7
+    assert restore(save(state), twin, keep=("optim/lr",)).notes == []
+    assert twin["scheduler"].last_epoch == 7

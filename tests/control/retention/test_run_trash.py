@@ -119,7 +119,7 @@ def root(at: Path) -> Iterator[Root]:
 
 
 def test_a_deleted_run_is_nowhere_but_in_the_trash(root: Root) -> None:
-    """And comes back as it was, to be read back again; its attempts' numbers are given to nobody else."""
+    """And comes back as it was, to be read back again; its attempts' numbers are not used again."""
     told: list[Any] = []
     root.trash.restored.subscribe(told.extend)
     assert root.trash.delete(RUN, dry_run=True).checkpoints == 2 and root.listed()

@@ -19,20 +19,10 @@ QUANTISED = {
 
 def quantised(how: str) -> Callable[[Path], object]:
     def make(place: Path) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
         from tests.integrations.quantised import test_quantised
 
         plain = place.parent / "plain"
-        config = LlamaConfig(
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=64,
-        )
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(plain)
+        test_quantised.save_plain(plain)
         place.rmdir()  # some of them make it
         test_quantised.MAKERS[how](plain, place)
 

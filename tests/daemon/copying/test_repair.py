@@ -261,7 +261,7 @@ def test_a_shared_file_is_repaired_from_a_neighbour(training: Training, step: in
 
 @pytest.mark.parametrize("way", ["cut", "gone"])
 def test_a_shared_file_that_is_cut_or_gone(training: Training, way: str) -> None:
-    """The other name of a deleted file is a neighbour's as well, and the file is given to nobody else."""
+    """The other name of a deleted file is a neighbour's as well, and no other checkpoint gets the file."""
     if way == "cut":
         os.truncate(training.path(3), 100)
     else:

@@ -25,11 +25,9 @@ BLOCK, TOKENS = 64, torch.arange(12)[None]
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save_plain(place: Path) -> None:
     """A small model in BF16."""
     torch.manual_seed(0)
-    place = tmp_path_factory.mktemp("plain") / "model"
     config = LlamaConfig(
         hidden_size=128,
         intermediate_size=256,
@@ -39,6 +37,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=64,
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(place)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("plain") / "model"
+    save_plain(place)
     return place
 
 

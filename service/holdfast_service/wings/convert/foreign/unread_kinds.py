@@ -39,6 +39,11 @@ _SIGNS = (
         "a checkpoint of TensorFlow",
         f"load it: tf.train.load_checkpoint(DIRECTORY).get_tensor(NAME); {_SAVE}",
     ),
+    _Sign(
+        (r".+\.weights\.h5",),
+        "a file of weights of Keras",
+        f"load it into its model: model.load_weights(FILE), then model.get_weights(); {_SAVE}",
+    ),
     _Sign((r".+\.(keras|h5|hdf5)",), "a model of Keras", f"load it: keras.saving.load_model(FILE).get_weights(); {_SAVE}"),
     _Sign((r"flax_model.*\.msgpack",), "a model of Flax", f"load it: flax.serialization.msgpack_restore(DATA); {_SAVE}"),
     _Sign(
@@ -56,7 +61,7 @@ _SIGNS = (
         "a file of GGML, which GGUF has replaced",
         "convert it to GGUF with llama.cpp, and import that",
     ),
-    _Sign((r".+\.(npz|npy)",), "arrays of numpy", f"load them: arrays = dict(numpy.load(FILE)); {_SAVE}"),
+    _Sign((r".+\.(npz|npy)",), "a file of numpy arrays", f"load them: arrays = dict(numpy.load(FILE)); {_SAVE}"),
     _Sign(
         (r".+\.(ubj|xgb)",),
         "a model of XGBoost",
