@@ -9,6 +9,7 @@ import pickle
 import random
 import zipfile
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,16 @@ from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import CheckpointError, StateMismatch
+from holdfast_formats.mapping import reading
+from holdfast_formats.region import Box
 from holdfast_service.wings.convert.foreign import pickles
-from holdfast_service.wings.convert.foreign.pickles import LatinArray, PickledArray, PickledBytes, PickledGlobal
+from holdfast_service.wings.convert.foreign.pickles import (
+    LatinArray,
+    LatinDecoder,
+    PickledArray,
+    PickledBytes,
+    PickledGlobal,
+)
 from tests.kit.files import FilesInMemory
 
 
@@ -238,11 +247,12 @@ def test_records(tmp_path: Path) -> None:
         (np.array(["text"]), "dtype 'U4'"),
         (np.arange(3, dtype=">f4"), "byte order '>'"),
         (np.zeros(2, [("a", "f4"), ("b", "i4")]), "dtype|structures"),
-        (np.complex128(1), "dtype 'c16'"),
+        (np.array([1j]), "dtype 'c16'"),
+        (np.longdouble(1), "dtype 'f16'"),
         (np.datetime64("2020-01-01"), "dtype"),
         (10**90, "integer of 38 bytes"),
-        ({(1, (2, 3)): 1}, "has a key of type tuple"),
-        ({b"bytes": 1}, "has a key of type PickledBytes"),
+        ({(1, (2, 3)): 1}, "has a key that is a tuple"),
+        ({b"bytes": 1}, "has a key that is a bytes object"),
         (range(3), "names 'builtins.range'"),
     ],
     ids=lambda part: "",
@@ -276,12 +286,30 @@ def test_arrays_as_text() -> None:
     assert held.decode().encode("latin1") == other.tobytes()
 
 
+@pytest.mark.parametrize(
+    "damaged", [b"\xc3a\x80", b"\xc4\x80a", b"\x80\xc2\xa0", b"ab\xc2", b"\xc3\xa9", b"\xe0\xa0\x80abc"]
+)
+def test_arrays_as_damaged_text(damaged: bytes) -> None:
+    """Text that no Latin-1 text has as its UTF-8 is refused when it is read, as is one of another length."""
+    files = one_file(damaged)
+    decoder = LatinDecoder(LatinArray("U8", (2,), (1,), 0, len(damaged), "f"), "U8")
+    with pytest.raises(StateMismatch, match=r"^f: the array at byte 0 (is not stored as bytes|has 1 bytes instead of 2)"):
+        decoder.decode(Box((1,), (1,)), partial(reading.fetched, files))
+
+
+def test_numbers_of_numpy() -> None:
+    """Single numbers of numpy's types are Python's own, also complex ones of two doubles."""
+    numbers = [np.float64(0.1), np.float32(1.5), np.int64(-5), np.uint8(200), np.bool_(True), np.complex128(1 - 2j)]
+    for protocol in (2, 4):
+        assert pickles.read_pickle(one_file(pickle.dumps(numbers, protocol)), "f") == [one.item() for one in numbers]
+
+
 def test_long_texts_are_stepped_over() -> None:
     """A text of over a megabyte becomes its place; one as a key is refused."""
     text = "é" * 700_000
     found = pickles.read_pickle(one_file(pickle.dumps([text], 4)), "f")
     assert isinstance(found[0], PickledBytes) and found[0].length == 1_400_000
-    with pytest.raises(StateMismatch, match="has a key of type PickledBytes"):
+    with pytest.raises(StateMismatch, match="has a key that is a bytes object"):
         pickles.read_pickle(one_file(pickle.dumps({text: 1}, 4)), "f")
 
 

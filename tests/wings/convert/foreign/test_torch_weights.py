@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 
+from holdfast_formats import dtypes
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.mapping import reading
 from holdfast_formats.mapping.listing import ForeignListing, TensorKey
@@ -127,6 +130,53 @@ def test_training_state_beside_it(directory: Path) -> None:
     assert refused.value.hint == f"import one of them: {one}; or go on without: --leave-out optimizer.pt"
     with pytest.raises(StateMismatch, match=r"no file of torch\.save"):
         FILE_KIND.read(hub_snapshot.opened(directory), ReadOptions(leave_out=("*.pt",)))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_numpy_arrays(tmp_path: Path, protocol: int) -> None:
+    """Arrays of any content are weights, and values beside them: protocol 2, torch's own, has their bytes as text."""
+    chance = np.random.default_rng(1)
+    bits = chance.integers(0, 256, (4, 48), np.uint8)
+    model: dict[str, Any] = {
+        f"{code}.w": bits.view(code) for code in ("u1", "i1", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "c8")
+    }
+    model |= {"turned.w": np.asfortranarray(bits.view("f8")), "bf16.w": bits.view(ml_dtypes.bfloat16)}
+    model |= {"one.w": np.array(np.float32(-1e-3)), "empty.w": np.zeros((0, 3), np.float32)}
+    beside = {"mean": bits[0].view("f4"), "list": [bits.view("i8").T, np.float32(-0.1)], "state": b"\xff\x00"}
+    saved = {"model": {**model, "tensor.w": torch.ones(2)}, **beside}
+    torch.save(saved, tmp_path / "m.pt", pickle_protocol=protocol)
+    files = hub_snapshot.opened(tmp_path)
+    listing = FILE_KIND.read(files, ReadOptions())
+    wanted = {TensorKey("model", name): array for name, array in model.items()}
+    wanted |= {TensorKey("extra", "mean"): beside["mean"], TensorKey("extra", "list/0"): beside["list"][0]}
+    assert listing.tensors.keys() - wanted.keys() == {TensorKey("model", "tensor.w")}
+    for key, array in wanted.items():
+        assert dtypes.to_numpy(listing.tensors[key].spec.dtype) == array.dtype, key
+        assert reading.fetched(files, listing.tensors[key]).tobytes() == array.tobytes(), key
+    extra = listing.documents["extra"]
+    assert extra["list"] == [{"$array": "list/0"}, float(np.float32(-0.1))] and extra["mean"] == {"$array": "mean"}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (np.array([1j]), "a numpy array, of which the pickle has values of dtype 'c16'"),
+        (np.arange(3, dtype=">f4"), "a numpy array, of which the pickle has values in the byte order '>'"),
+        (np.longdouble(1), "a numpy scalar, of which the pickle has values of dtype"),
+        (np.dtype("c16"), "a numpy dtype"),
+        (bytes(2**20 + 1), "has 1048577 bytes, over the limit"),
+    ],
+    ids=lambda part: "",
+)
+def test_what_no_checkpoint_holds_is_named(tmp_path: Path, value: Any, said: str) -> None:
+    """By its key, and by a name that its user knows; the import goes on without it."""
+    for saved in ({"w.w": torch.ones(1), "bad": value}, {"model": {"w.w": torch.ones(1)}, "bad": value}):
+        torch.save(saved, tmp_path / "m.pt")
+        with pytest.raises(StateMismatch) as error:
+            FILE_KIND.read(hub_snapshot.opened(tmp_path), ReadOptions())
+        assert "'bad'" in error.value.detail and "--leave-out bad" in error.value.hint
+        assert said in error.value.detail or ("model" not in saved and "a bytes object" in error.value.detail)
+        assert FILE_KIND.read(hub_snapshot.opened(tmp_path), ReadOptions(leave_out=("bad",))).tensors
 
 
 def test_a_file_that_is_cut_off(directory: Path) -> None:

@@ -195,12 +195,13 @@ def _names(listing: ForeignListing) -> list[str]:
 
 def _use(use: FileUse, tensors: Mapping[TensorKey, ForeignTensor]) -> FileUse:
     """The use of a file, whose tensors may all be left out."""
-    if use.use != "tensors" or use.file in _files_of(tensors.values()):
+    if use.use != "tensors" or use.file in files_of(tensors.values()):
         return use
     return FileUse(use.file, "unused", "all tensors of it are left out")
 
 
-def _files_of(tensors: Collection[ForeignTensor]) -> set[str]:
+def files_of(tensors: Collection[ForeignTensor]) -> set[str]:
+    """The files that hold the values of these tensors."""
     found = {piece.file for one in tensors for piece in (*one.pieces, *one.copies)}
     inputs = [one for tensor in tensors if tensor.decoder is not None for one in tensor.decoder.inputs]
-    return found | _files_of(inputs) if inputs else found
+    return found | files_of(inputs) if inputs else found

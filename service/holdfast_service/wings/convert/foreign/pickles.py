@@ -18,10 +18,13 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_service.wings.convert.foreign import file_signs
 from holdfast_service.wings.convert.foreign.pickled import torch_files, zip_members
+from holdfast_service.wings.convert.foreign.pickled.described import kind_of
 from holdfast_service.wings.convert.foreign.pickled.dtypes import TORCH as TORCH_DTYPES
+from holdfast_service.wings.convert.foreign.pickled.latin_arrays import LatinDecoder, out_of
 from holdfast_service.wings.convert.foreign.pickled.machine import PickleMachine
 from holdfast_service.wings.convert.foreign.pickled.stream import PickleStream
 from holdfast_service.wings.convert.foreign.pickled.values import (
+    AnyArray,
     LatinArray,
     PickledArray,
     PickledBytes,
@@ -33,12 +36,16 @@ from holdfast_service.wings.convert.foreign.pickled.zip_members import ZipWindow
 
 __all__ = [
     "TORCH_DTYPES",
+    "AnyArray",
     "LatinArray",
+    "LatinDecoder",
     "PickledArray",
     "PickledBytes",
     "PickledGlobal",
     "PickledOpaque",
     "PickledRecord",
+    "kind_of",
+    "out_of",
     "read_pickle",
     "read_torch",
 ]

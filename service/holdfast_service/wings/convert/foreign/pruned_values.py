@@ -11,7 +11,7 @@ from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.mapping.listing import PartLeftOut
 from holdfast_formats.rest.jobs import ReadOptions
 from holdfast_service.wings.convert.foreign.leaving_out import LeftOutParts
-from holdfast_service.wings.convert.foreign.pickles import LatinArray, PickledArray, PickledRecord
+from holdfast_service.wings.convert.foreign.pickles import AnyArray, PickledRecord
 
 COPIED_MAX = 2**20  # items of containers that lose some: parts of a pickle may be shared, and are copied each time
 
@@ -68,7 +68,7 @@ def _inner(path: str, key: Any) -> str:
 
 def _sizes(value: Any) -> Iterator[int]:
     """The bytes of each array in a value."""
-    if isinstance(value, PickledArray | LatinArray):
+    if isinstance(value, AnyArray):
         yield prod(value.shape) * dtypes.bits(value.dtype) // 8
     elif type(value) is dict:
         for one in value.values():

@@ -13,6 +13,7 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.listing import ForeignTensor
 from holdfast_formats.rest.jobs import ReadOptions
 from holdfast_formats.tensors import TensorSpec
+from holdfast_service.wings.convert.foreign import leaving_out
 
 KEY, CONFIG = "quantization_config", "config.json"
 _FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # AutoGPTQ's, AutoAWQ's and ModelOpt's
@@ -51,7 +52,7 @@ def notes(
         if codes is None:
             return ()
         if not options.as_is:
-            name, dtype, file = codes.spec.name, codes.spec.dtype, codes.pieces[0].file
+            name, dtype, file = codes.spec.name, codes.spec.dtype, min(leaving_out.files_of([codes]))
             raise StateMismatch(
                 f"tensor {name!r} in {file} looks like quantised weights ({dtype}), but {CONFIG} has no {KEY}",
                 hint=f"add the model's {CONFIG}, or store the codes without one: --as-is",

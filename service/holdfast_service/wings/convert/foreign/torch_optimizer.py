@@ -18,7 +18,7 @@ from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 from holdfast_service.wings.convert.foreign import json_values, torch_values
 from holdfast_service.wings.convert.foreign.computed import scalar
-from holdfast_service.wings.convert.foreign.pickles import PickledArray
+from holdfast_service.wings.convert.foreign.pickles import AnyArray
 
 _STATE, _GROUPS, _PARAMS, _NAMES = "state", "param_groups", "params", "param_names"
 _HINT = (
@@ -91,7 +91,7 @@ def _in_order(
         return []
     for number, tensor in enumerate(single if state else ()):
         held = state.get(number, {}).values()
-        if not any(isinstance(one, PickledArray) and one.shape == tensor.spec.shape for one in held):
+        if not any(isinstance(one, AnyArray) and one.shape == tensor.spec.shape for one in held):
             return []
     return [tensor.spec.name for tensor in single]
 
@@ -110,7 +110,7 @@ def _placed(
                 raise refused(file, key, f"has state {kind!r}, a name that a checkpoint cannot store")
             if kind == "step" and type(value) in (int, float) and float(np.float32(value)) == value:
                 tensors.append(scalar(TensorKey(optimizer_state.GROUP, f"{name}/step"), float(value)))
-            elif not isinstance(value, PickledArray):
+            elif not isinstance(value, AnyArray):
                 kept.setdefault(name, {})[kind] = torch_values.plain(value, file, key)
             elif kind in optimizer_state.MASTER_KEYS and value.shape == weight.spec.shape:
                 masters.setdefault(kind, []).append(name)

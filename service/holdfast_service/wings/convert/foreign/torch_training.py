@@ -22,7 +22,7 @@ from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.listing import ForeignTensor, RefusedPart
 from holdfast_service.wings.convert.foreign import torch_optimizer, torch_values
 from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing, Unread, ValuePlace
-from holdfast_service.wings.convert.foreign.pickles import PickledArray
+from holdfast_service.wings.convert.foreign.pickles import AnyArray
 from holdfast_service.wings.convert.foreign.torch_values import StateDict
 from holdfast_service.wings.convert.foreign.trainers import numbered_optimizers
 from holdfast_service.wings.convert.foreign.trainers.numbered_optimizers import HeldOptimizer
@@ -104,7 +104,7 @@ def _bare(value: Any, file: str) -> TorchParts:
 
 def _own_models(keyed: Mapping[Any, Any]) -> list[str]:
     """The keys of state dicts that have no usual name; none beside tensors, which then are the model."""
-    if any(isinstance(one, PickledArray) and one.shape and "." in str(key) for key, one in keyed.items()):
+    if any(isinstance(one, AnyArray) and one.shape and "." in str(key) for key, one in keyed.items()):
         return []
     return [key for key, one in keyed.items() if _is_state_dict(one) and _is_group(key)]
 
@@ -120,7 +120,7 @@ def _is_state_dict(value: Any) -> bool:
     """Whether a value is tensors by name, and not only numbers."""
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         return False
-    arrays = [one for one in value.values() if isinstance(one, PickledArray)]
+    arrays = [one for one in value.values() if isinstance(one, AnyArray)]
     return len(arrays) == len(value) and any(one.shape for one in arrays)
 
 

@@ -7,12 +7,17 @@ from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, Refused, StateMismatch
 from holdfast_formats.mapping.listing import ForeignTensor, RefusedPart
-from holdfast_service.wings.convert.foreign import json_values
-from holdfast_service.wings.convert.foreign.pickles import LatinArray, PickledArray, PickledBytes, PickledOpaque
+from holdfast_formats.tensors import TensorSpec
+from holdfast_service.wings.convert.foreign import json_values, pickles
+from holdfast_service.wings.convert.foreign.pickles import AnyArray, LatinArray, LatinDecoder
 
 
-def tensor(array: PickledArray, group: str, name: str) -> ForeignTensor:
-    made = array.stored(name).tensor(group, name)
+def tensor(array: AnyArray, group: str, name: str) -> ForeignTensor:
+    if isinstance(array, LatinArray):
+        spec = TensorSpec(group, name, array.dtype, array.shape)
+        made = ForeignTensor(spec, (), decoder=LatinDecoder(array, array.dtype))
+    else:
+        made = array.stored(name).tensor(group, name)
     made.spec.check()
     return made
 
@@ -33,7 +38,7 @@ class StateDict(NamedTuple):
 def state_dict(value: Any, file: str, group: str) -> StateDict:
     """The tensors of a state dict by name; its other entries are refused. `StateMismatch` if it is no dict."""
     if not isinstance(value, dict):
-        raise mismatch(file, "", f"holds a {kind_of(value)}, not a state dict")
+        raise mismatch(file, "", f"holds a {pickles.kind_of(value)}, not a state dict")
     tensors, refused = [], []
     for name, array in value.items():
         try:
@@ -44,9 +49,9 @@ def state_dict(value: Any, file: str, group: str) -> StateDict:
 
 
 def _entry(name: Any, array: Any, file: str, group: str) -> ForeignTensor:
-    if not isinstance(name, str) or not isinstance(array, PickledArray):
-        raise mismatch(file, str(name), f"has {name!r}, which is a {kind_of(array)}, not a named tensor")
-    if array.dtype == "U16" and not array.storage:
+    if not isinstance(name, str) or not isinstance(array, AnyArray):
+        raise mismatch(file, str(name), f"has {name!r}, which is a {pickles.kind_of(array)}, not a named tensor")
+    if array.dtype == "U16" and (isinstance(array, LatinArray) or not array.storage):
         what = f"has {name!r}, a numpy array of U16: these may be bfloat16 values, which numpy writes as integers"
         raise mismatch(file, name, what, "save it as a torch tensor, of dtype torch.uint16 or torch.bfloat16")
     return tensor(array, group, name)
@@ -57,7 +62,9 @@ def plain(value: Any, file: str, key: str) -> Any:
 
     def other(trail: json_values.Trail, inner: Any) -> Any:
         path = json_values.path_of((key, *trail))
-        raise mismatch(file, path, f"has {path!r}, which is a {kind_of(inner)}: only tensors and plain values are kept")
+        raise mismatch(
+            file, path, f"has {path!r}, which is a {pickles.kind_of(inner)}: only tensors and plain values are kept"
+        )
 
     try:
         return json_values.encode(value, other)
@@ -76,17 +83,3 @@ def integer(held: Mapping[Any, Any], key: str, file: str) -> int:
 def mismatch(file: str, key: str, what: str, hint: str = "") -> CheckpointError:
     hint = hint or "remove it with the program that wrote the file, and save again"
     return StateMismatch(f"{file} {what}", hint=hint, file=file, **({"tensor": key} if key else {}))
-
-
-def kind_of(value: Any) -> str:
-    """What a value is, in a sentence after `a`."""
-    if isinstance(value, PickledOpaque) and value.problem:
-        return f"{value.name} object, for the pickle {value.problem}"
-    if isinstance(value, PickledArray):
-        return "tensor" if value.storage else "numpy array"
-    if isinstance(value, LatinArray):
-        return "numpy array"
-    if isinstance(value, PickledBytes):
-        return "bytes object"
-    name = getattr(value, "name", None)
-    return f"{name} object" if isinstance(name, str) else type(value).__name__

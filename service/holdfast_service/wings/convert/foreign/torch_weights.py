@@ -57,17 +57,17 @@ def read_directory(files: Files, options: ReadOptions) -> ForeignListing:
     if index is None:
         _check_numbers(weights)
     tensors: dict[TensorKey, ForeignTensor] = {}
+    stored: dict[str, str] = {}  # each tensor's file
     others = TakenTensors(())
     for file in weights:
         pruned = PrunedValue(read_torch(files, file, opaque=True), options, file)
         read = torch_values.state_dict(pruned.value, file, GROUP)
         others = TakenTensors((), (), (*others.refused, *read.refused), (*others.left_out, *pruned.left_out))
         for tensor in read.tensors:
-            if tensor.key in tensors:
-                first = tensors[tensor.key].pieces[0].file
-                raise torch_values.mismatch(file, tensor.spec.name, f"has {tensor.spec.name!r}, which {first} has too")
-            tensors[tensor.key] = tensor
-    stored = {key.name: tensor.pieces[0].file for key, tensor in tensors.items()}
+            name = tensor.spec.name
+            if name in stored:
+                raise torch_values.mismatch(file, name, f"has {name!r}, which {stored[name]} has too")
+            tensors[tensor.key], stored[name] = tensor, file
     apart = {part.name for part in others.refused} | {part.what for part in others.left_out}
     differ = [name for name in (index or {}).keys() | stored if (index or stored).get(name) != stored.get(name)]
     if set(differ) - apart:

@@ -12,8 +12,8 @@ import pytest
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.region import Box
-from holdfast_service.wings.convert.foreign.paddle import pickled_dicts
 from holdfast_service.wings.convert.foreign.paddle.pickled_dicts import read_dict, refuse_rest
+from holdfast_service.wings.convert.foreign.pickled import latin_arrays
 from tests.wings.convert.foreign.directories import OnDisk
 
 
@@ -26,14 +26,19 @@ def _write(folder: Path, value: Any, protocol: int = 4) -> OnDisk:
 @pytest.mark.parametrize("count", [1, 7, 2**20])
 def test_boxes_of_any_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int, count: int) -> None:
     """Every box of an array, wherever the text is cut between its characters of one and two bytes."""
-    monkeypatch.setattr(pickled_dicts, "COUNT_BYTES", count)
+    monkeypatch.setattr(latin_arrays, "COUNT_BYTES", count)
+    monkeypatch.setattr(latin_arrays, "SPAN_BYTES_MAX", 8 * count)
     values = np.random.RandomState(1).standard_normal((5, 6)).astype("f4")
-    files = _write(tmp_path, {"a": ("name", values), "s": np.float32([3.5]), "e": np.zeros((0, 3), "f4")}, protocol)
+    turned = np.asfortranarray(values)
+    files = _write(
+        tmp_path, {"a": ("name", values), "t": turned, "s": np.float32([3.5]), "e": np.zeros((0, 3), "f4")}, protocol
+    )
     saved = read_dict(files, "f")
     tensor = saved.tensors["a"].tensor("model", "a")
     assert (tensor.decoder is not None) == (protocol == 2)
     for box in (Box((0, 0), (5, 6)), Box((1, 2), (3, 1)), Box((4, 5), (1, 1)), Box((0, 3), (5, 2)), Box((2, 0), (0, 6))):
         np.testing.assert_array_equal(fetched(files, tensor, box), values[box.slices])
+        np.testing.assert_array_equal(fetched(files, saved.tensors["t"].tensor("model", "t"), box), values[box.slices])
     assert fetched(files, saved.tensors["s"].tensor("model", "s")) == 3.5
     assert fetched(files, saved.tensors["e"].tensor("model", "e")).shape == (0, 3)
 

@@ -10,15 +10,15 @@ from holdfast_formats.errors import InvalidRequest, Refused, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import Decoder, ForeignPiece, ForeignTensor, PartLeftOut, RefusedPart, TensorKey
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.wings.convert.foreign import json_values, pickles
+from holdfast_service.wings.convert.foreign import json_values, pickles, torch_values
 from holdfast_service.wings.convert.foreign.dcp.metadata import StoredAt
 from holdfast_service.wings.convert.foreign.json_values import Trail
 from holdfast_service.wings.convert.foreign.pickled.calls import LatinBytes
 from holdfast_service.wings.convert.foreign.pickles import (
+    AnyArray,
     PickledArray,
     PickledBytes,
     PickledGlobal,
-    PickledOpaque,
     PickledRecord,
 )
 
@@ -122,12 +122,12 @@ class GatheredListing:
             return Unread(error.detail)
 
     def _other(self, trail: Trail, value: Any, place: ValuePlace) -> Any:
-        if isinstance(value, PickledArray):
+        if isinstance(value, AnyArray):
             self._placed += 1
             name = _name(place.prefix, trail)
-            piece = value.stored(name).all()
-            self.add(TensorSpec(place.group, name, value.dtype, value.shape), (piece,) if piece.box.volume else ())
-            return {"$tensor" if value.storage else "$array": name}
+            tensor = torch_values.tensor(value, place.group, name)
+            self.add(tensor.spec, tensor.pieces, tensor.decoder)
+            return {"$tensor" if isinstance(value, PickledArray) and value.storage else "$array": name}
         if isinstance(value, PickledBytes | LatinBytes):
             self._placed += 1
             return json_values.encode(self._bytes(value, trail, place.file), _refuse)
@@ -176,5 +176,5 @@ def _name(prefix: str, trail: Trail) -> str:
 
 
 def _refuse(trail: Trail, value: Any) -> Any:
-    what = value.name if isinstance(value, PickledRecord | PickledGlobal | PickledOpaque) else type(value).__name__
-    raise InvalidRequest(f"{json_values.path_of(trail) or 'it'} is a {what}, which is not a plain value")
+    what = f"is a {pickles.kind_of(value)}: only tensors and plain values are kept"
+    raise InvalidRequest(f"{json_values.path_of(trail) or 'it'} {what}")

@@ -51,7 +51,7 @@ class Payloads:
             return self._in_safetensors(tensor, chunk)
         array = pickles.read_torch(self._files, at.file, at=(at.start, at.length))
         if not isinstance(array, PickledArray):
-            raise _unfit(tensor, chunk, f"found a {type(array).__name__} instead of a tensor")
+            raise _unfit(tensor, chunk, f"found a {pickles.kind_of(array)} instead of a tensor")
         _check(tensor, chunk, array.dtype, array.shape)
         return ForeignPiece(array.file, array.offset, chunk.box, array.strides, array.member)
 

@@ -13,22 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.layout.parts import strides
 from holdfast_formats.mapping.listing import FetchBox, ForeignTensor
 from holdfast_formats.region import Box, Shape, byte_span, flat_boxes
+from holdfast_service.wings.convert.foreign import pickles
 from holdfast_service.wings.convert.foreign.paddle.tensor_parallel import LocalTensorParts
-from holdfast_service.wings.convert.foreign.pickles import LatinArray, PickledArray, read_pickle
-from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray
+from holdfast_service.wings.convert.foreign.pickles import AnyArray, LatinArray, LatinDecoder
 
 BIG = "UnpackBigParamInfor@@"
 STATIC_NAMES = "StructuredToParameterName@@"
 _CLASSES = ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
 _HOMES = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
 RECORDS = frozenset(f"{home}.{name}" for home in _HOMES for name in _CLASSES)
-COUNT_BYTES = 2**20  # of Latin-1 text: after so many it is noted how many characters there were
 
 
 class SavedDict(NamedTuple):
@@ -42,9 +39,9 @@ class SavedDict(NamedTuple):
 
 def read_dict(files: Files, path: str, nested: Collection[str] = ()) -> SavedDict:
     """The tensors of a file; those of the dicts under the keys `nested` in `inner`. `StateMismatch` by file and key."""
-    value = read_pickle(files, path, RECORDS)
+    value = pickles.read_pickle(files, path, RECORDS)
     if not isinstance(value, dict):
-        raise StateMismatch(f"{path} holds a {type(value).__name__}, not a state dict", file=path)
+        raise StateMismatch(f"{path} holds a {pickles.kind_of(value)}, not a state dict", file=path)
     tensors, rest = _tensors(path, value)
     inner: dict[str, Mapping[str, LocalTensorParts]] = {}
     for key in nested:
@@ -74,7 +71,7 @@ def _tensors(path: str, value: Mapping[Any, Any]) -> tuple[dict[str, LocalTensor
             raise StateMismatch(f"{path} has the key {key!r}, which is not a name", file=path)
         named = isinstance(held, tuple | list) and len(held) == 2 and isinstance(held[0], str)
         array = held[1] if named else held
-        if isinstance(array, PickledArray | LatinArray):
+        if isinstance(array, AnyArray):
             tensors[key] = _parts(key, array)
         else:
             rest[key] = held
@@ -82,10 +79,10 @@ def _tensors(path: str, value: Mapping[Any, Any]) -> tuple[dict[str, LocalTensor
     return tensors, rest
 
 
-def _parts(key: str, array: PickledArray | LatinArray) -> LocalTensorParts:
+def _parts(key: str, array: AnyArray) -> LocalTensorParts:
     dtype = "BF16" if array.dtype == "U16" else array.dtype
     if isinstance(array, LatinArray):
-        return LocalTensorParts(dtype, array.shape, (), (), array.file, key, Latin(array, dtype))
+        return LocalTensorParts(dtype, array.shape, (), (), array.file, key, LatinDecoder(array, dtype))
     return LocalTensorParts(dtype, array.shape, (array.stored(key).all(),), (), array.file, key)
 
 
@@ -136,78 +133,4 @@ class Concatenated(NamedTuple):
             low, high = max(start - at, 0), min(stop - at, prod(one.spec.shape))
             parts += [fetch(one, part).reshape(-1) for part in flat_boxes(low, max(low, high), one.spec.shape)]
             at += prod(one.spec.shape)
-        return _out_of(np.concatenate(parts) if parts else np.empty(0), box, self.shape, start)
-
-
-def _out_of(values: NDArray[Any], box: Box, shape: Shape, start: int) -> NDArray[Any]:
-    """The box of a row-major tensor of which `values` are the elements from `start` on."""
-    steps = [step * values.itemsize for step in strides(shape)]
-    first = sum(i * step for i, step in zip(box.offset, strides(shape), strict=True)) - start
-    if not box.volume:
-        return np.empty(box.shape, values.dtype)
-    return np.lib.stride_tricks.as_strided(values[first:], box.shape, steps, writeable=False)
-
-
-class Latin:
-    """Decodes an array whose bytes were pickled as Latin-1 text, encoded as UTF-8, so that positions must be counted."""
-
-    def __init__(self, array: LatinArray, dtype: str) -> None:
-        if array.strides != strides(array.shape):
-            raise StateMismatch(
-                f"{array.file}: the array at byte {array.offset} is not stored row by row",
-                hint="store numpy.ascontiguousarray(array) in its place",
-                file=array.file,
-            )
-        self._array, self._dtype = array, dtype
-        self._text = StoredArray(array.file, "", "U8", (array.length,), array.offset, (1,)).tensor("extra", "text")
-        self._counts: list[int] = []  # characters before every `COUNT_BYTES` of text
-
-    @property
-    def inputs(self) -> tuple[ForeignTensor, ...]:
-        return (self._text,)
-
-    def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
-        shape, width = self._array.shape, dtypes.to_numpy(self._dtype).itemsize
-        start, stop = byte_span(box, shape, 1)
-        data = self._bytes(start * width, stop * width, fetch)
-        return _out_of(data.view(dtypes.to_numpy(self._dtype)), box, shape, start)
-
-    def _bytes(self, start: int, stop: int, fetch: FetchBox) -> NDArray[np.uint8]:
-        self._count(fetch)
-        values_read = np.empty(stop - start, np.uint8)
-        for block, before in enumerate(self._counts[:-1]):
-            if before < stop and self._counts[block + 1] > start:
-                text = self._block(block, fetch)
-                leading = (text & 0xC0) != 0x80  # the first byte of each character
-                places = np.flatnonzero(leading)
-                low, high = max(start - before, 0), min(stop - before, len(places))
-                chosen = places[low:high]
-                following = np.append(text, np.uint8(0))[chosen + 1]
-                wide = text[chosen] >= 0x80
-                values = np.where(wide, (text[chosen] & 3) << 6 | following & 0x3F, text[chosen])
-                values_read[before + low - start : before + high - start] = values
-        return values_read
-
-    def _block(self, block: int, fetch: FetchBox) -> NDArray[np.uint8]:
-        """A block of text, from the first character that begins in it to the end of the last one."""
-        start = block * COUNT_BYTES
-        length = min(COUNT_BYTES + 1, self._array.length - start)
-        text: NDArray[np.uint8] = fetch(self._text, Box((start,), (length,)))
-        if length > COUNT_BYTES and text[-1] & 0xC0 != 0x80:
-            text = text[:-1]
-        return text
-
-    def _count(self, fetch: FetchBox) -> None:
-        if self._counts:
-            return
-        counts = [0]
-        for block in range(-(-self._array.length // COUNT_BYTES)):
-            counts.append(counts[-1] + int(np.count_nonzero((self._block(block, fetch) & 0xC0) != 0x80)))
-        wanted = prod(self._array.shape) * dtypes.to_numpy(self._dtype).itemsize
-        if counts[-1] != wanted:
-            raise StateMismatch(
-                f"{self._array.file}: the array at byte {self._array.offset} has {counts[-1]} bytes instead of {wanted}",
-                hint="copy the file again: it is not complete",
-                file=self._array.file,
-            )
-        self._counts = counts
+        return pickles.out_of(np.concatenate(parts) if parts else np.empty(0), box, self.shape, start)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from holdfast_formats import dtypes
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.tensors import DIMENSIONS_MAX
@@ -26,18 +28,27 @@ class Unfit(Exception):
 
 
 class NumpyDtype:
-    """A `numpy.dtype` that is being read: a code such as `f4`, or the name of a class of ml_dtypes."""
+    """A `numpy.dtype` that is being read: a code such as `f4`, or the name of a class of ml_dtypes. `problem` says why no
+    array of it can be read.
+    """
 
-    __slots__ = ("code",)
+    __slots__ = ("code", "problem")
 
     def __init__(self, code: str) -> None:
-        self.code = code
+        self.code, self.problem = code, ""
+
+    @property
+    def of_number(self) -> np.dtype[Any]:
+        """Numpy's own, of a single number."""
+        return np.dtype("<c16") if self.code == "c16" and not self.problem else dtypes.to_numpy(self.name)
 
     @property
     def name(self) -> str:
+        if self.problem:
+            raise Unfit(self.problem)
         found = NUMPY.get(self.code) or ML_DTYPES.get(self.code)
         if found is None:
-            raise Unfit(f"has an array of dtype {self.code!r}, which no checkpoint can hold")
+            raise Unfit(f"has values of dtype {self.code!r}, which no checkpoint can hold")
         return found
 
 
@@ -112,9 +123,9 @@ def numpy_dtype_state(dtype: NumpyDtype, state: Any) -> None:
         raise Unfit(f"has a dtype {dtype.code!r} in a form that numpy does not write")
     if state[1] not in ("<", "|", "="):
         order = state[1][:8] if type(state[1]) is str else ""
-        raise Unfit(f"has values in the byte order {order!r}; only little-endian values can be read")
+        dtype.problem = f"has values in the byte order {order!r}; only little-endian values can be read"
     if any(part is not None for part in state[2:5]):
-        raise Unfit("has an array of structures")
+        dtype.problem = "has an array of structures"
 
 
 def tensor(args: tuple[Any, ...], dtype: str | None = None) -> PickledArray:

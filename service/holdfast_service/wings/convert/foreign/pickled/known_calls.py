@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from holdfast_formats import dtypes
 from holdfast_service.wings.convert.foreign.pickled import calls
 from holdfast_service.wings.convert.foreign.pickled.calls import LatinBytes, NumpyDtype, UnfilledArray, Unfit
 from holdfast_service.wings.convert.foreign.pickled.values import PickledBytes, PickledGlobal, PickledRecord
@@ -169,13 +168,13 @@ def _scalar(m: PickleMachine, args: tuple[Any, ...]) -> Any:
     """`numpy._core.multiarray.scalar(dtype, bytes)`: the number."""
     if len(args) != 2 or type(args[0]) is not NumpyDtype:
         raise Unfit("has a number in a form that numpy does not write")
-    name = args[0].name
+    dtype = args[0].of_number
     data = m.bytes_of(args[1], NUMBER_BYTES_MAX)
     if isinstance(args[1], LatinBytes):
         data = data.decode().encode("latin1")
-    if len(data) != dtypes.bits(name) // 8:
+    if len(data) != dtype.itemsize:
         raise Unfit("has a number of the wrong size")
-    return m.counted(np.frombuffer(data, dtypes.to_numpy(name))[0].item())
+    return m.counted(np.frombuffer(data, dtype)[0].item())
 
 
 def _array_call(function: Callable[[tuple[Any, ...]], Any]) -> Call:

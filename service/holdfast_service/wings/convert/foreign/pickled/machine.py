@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast_service.wings.convert.foreign.pickled import calls, graph
 from holdfast_service.wings.convert.foreign.pickled.calls import LatinBytes, NumpyDtype, UnfilledArray, Unfit
+from holdfast_service.wings.convert.foreign.pickled.described import kind_of
 from holdfast_service.wings.convert.foreign.pickled.known_calls import KNOWN_CALLS
 from holdfast_service.wings.convert.foreign.pickled.opcodes import OPCODES, STOP
 from holdfast_service.wings.convert.foreign.pickled.stream import PickleStream
@@ -228,7 +229,7 @@ class PickleMachine:
         elif type(value) is PickledOpaque:
             return
         elif type(value) is not dict or type(state) is not dict or len(state) > 1 or "_metadata" not in state:
-            raise Unfit(f"sets attributes of a value of type {type(value).__name__}")
+            raise Unfit(f"sets attributes of a {kind_of(value)}")
 
     def extend(self, value: Any, items: list[Any]) -> None:
         """Append to a list, or to a record's items."""
@@ -237,7 +238,7 @@ class PickleMachine:
         if type(value) is PickledRecord:
             value = value.items_or([])
         if type(value) is not list:
-            raise Unfit(f"appends to a value of type {type(value).__name__}")
+            raise Unfit(f"appends to a {kind_of(value)}")
         before = getsizeof(value)
         value += items
         self.charge(getsizeof(value) - before)
@@ -249,7 +250,7 @@ class PickleMachine:
         if type(value) is PickledRecord:
             value = value.items_or({})
         if type(value) is not dict or len(items) % 2:
-            raise Unfit(f"sets items of a value of type {type(value).__name__}")
+            raise Unfit(f"sets items of a {kind_of(value)}")
         if len(value) + len(items) // 2 > ITEMS_MAX:
             raise self.stream.limit(f"has a dict of over {ITEMS_MAX} items")
         before = getsizeof(value)
@@ -264,7 +265,7 @@ class PickleMachine:
         if type(value) is PickledOpaque:
             return
         if type(value) is not set:
-            raise Unfit(f"adds to a value of type {type(value).__name__}")
+            raise Unfit(f"adds to a {kind_of(value)}")
         if len(value) + len(items) > ITEMS_MAX:
             raise self.stream.limit(f"has a set of over {ITEMS_MAX} values")
         before = getsizeof(value)
@@ -280,7 +281,7 @@ class PickleMachine:
             return
         self._tuple_keys += 1
         if kind is not tuple or len(key) > _KEY_PARTS_MAX or not all(type(part) in _PLAIN_KEYS for part in key):
-            raise Unfit(f"has a key of type {kind.__name__}, or one that is too long")
+            raise Unfit(f"has a key that is a {kind_of(key)}, or one that is too long")
         if self._tuple_keys > _TUPLE_KEYS_MAX:
             raise Unfit(f"has over {_TUPLE_KEYS_MAX} keys that are tuples")
 

@@ -30,8 +30,8 @@ class PickledArray(NamedTuple):
 
 
 class LatinArray(NamedTuple):
-    """A numpy array whose bytes are stored as text, by protocols below 3: row-major bytes in Latin-1, encoded as UTF-8 in
-    `length` bytes from `offset` on. `strides` as of a `PickledArray`.
+    """A numpy array whose bytes are stored as text, by protocols below 3: in Latin-1, encoded as UTF-8 in `length` bytes
+    from `offset` on. `strides` as of a `PickledArray`, either row-major or in Fortran's order.
     """
 
     dtype: str
@@ -40,6 +40,9 @@ class LatinArray(NamedTuple):
     offset: int
     length: int
     file: str
+
+
+AnyArray = PickledArray | LatinArray
 
 
 class PickledBytes(NamedTuple):

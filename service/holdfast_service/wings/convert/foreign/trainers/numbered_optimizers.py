@@ -15,11 +15,10 @@ from holdfast_formats import dtypes
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
-from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import json_values, torch_optimizer, torch_values
 from holdfast_service.wings.convert.foreign.computed import scalar
 from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing, Unread, ValuePlace
-from holdfast_service.wings.convert.foreign.pickles import PickledArray
+from holdfast_service.wings.convert.foreign.pickles import AnyArray, PickledArray
 
 KEY = "optim"  # of the adapters' optimizers
 STEP = "step"
@@ -97,7 +96,7 @@ class _Numbered:
             if type(value) in (int, float) and kind == STEP and kept.keys() <= _ADAM and float(np.float32(value)) == value:
                 step = scalar(TensorKey(optimizer_state.GROUP, f"{number}/{kind}"), float(value))
                 self._gathered.tensors[step.key] = step
-            elif not isinstance(value, PickledArray):
+            elif not isinstance(value, AnyArray):
                 place = ValuePlace(file, optimizer_state.GROUP, f"{self._key}/state/{number}")
                 self.values.setdefault(number, {})[kind] = self.json(value, place, kind)
             elif kind in optimizer_state.MASTER_KEYS:
@@ -112,9 +111,9 @@ class _Numbered:
             raise _refused(place.file, f"has {kind!r}, which cannot be kept: {made.reason}")
         return made
 
-    def _array(self, array: PickledArray, group: str, name: str) -> None:
-        piece = array.stored(name).all()
-        self._gathered.add(TensorSpec(group, name, array.dtype, array.shape), (piece,) if piece.box.volume else ())
+    def _array(self, array: AnyArray, group: str, name: str) -> None:
+        tensor = torch_values.tensor(array, group, name)
+        self._gathered.add(tensor.spec, tensor.pieces, tensor.decoder)
 
     def _count(self, value: Any) -> None:
         if isinstance(value, PickledArray) and value.shape == () and value.dtype in dtypes.FLOATS:

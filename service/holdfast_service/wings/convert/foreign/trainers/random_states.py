@@ -18,7 +18,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 from holdfast_service.wings.convert.foreign import json_values, torch_values
 from holdfast_service.wings.convert.foreign.computed import whole_numbers
-from holdfast_service.wings.convert.foreign.pickles import LatinArray, PickledArray
+from holdfast_service.wings.convert.foreign.pickles import AnyArray, LatinArray, PickledArray
 
 GROUP, KEY = "extra", "rng"
 WORDS = 624  # of a Mersenne twister
@@ -81,12 +81,12 @@ def _parts(state: Any, count: int, what: str, file: str) -> tuple[Any, ...]:
 
 
 def _numpy_words(files: Files, key: Any, file: str) -> list[int]:
-    if isinstance(key, list | tuple) and not isinstance(key, PickledArray | LatinArray):
+    if isinstance(key, list | tuple) and not isinstance(key, AnyArray):
         given = list(key)
         if len(given) != WORDS or not all(type(word) is int and 0 <= word < 2**32 for word in given):
             raise _refused(file, "numpy")
         return given
-    if not isinstance(key, PickledArray | LatinArray) or key.shape != (WORDS,) or key.dtype not in ("U32", "U64"):
+    if not isinstance(key, AnyArray) or key.shape != (WORDS,) or key.dtype not in ("U32", "U64"):
         raise _refused(file, "numpy")
     if isinstance(key, LatinArray):
         data = files.read(key.file, key.offset, key.length).decode(errors="strict").encode("latin1")
