@@ -100,7 +100,10 @@ class Copies:
         source = copy.open()
         try:
             if opened.read_commit(source) != self._commit:
-                raise NoSuchCheckpoint(f"{source.label} is not a copy of {self.nearest.label}")
+                raise NoSuchCheckpoint(
+                    f"{source.label} is not a copy of {self.nearest.label}",
+                    hint="`holdfast verify` checks each copy: remove the one of another save",
+                )
         except BaseException:
             source.close()
             raise

@@ -69,7 +69,10 @@ class NamePlace(NamedTuple):
             answer = json.loads(connection.getresponse().read(ANSWER_BYTES_MAX))
             return list(answer["items"])
         except (HTTPException, ValueError, KeyError, TypeError) as error:
-            raise StorageFailed(f"{self.url} did not answer with a list") from error
+            raise StorageFailed(
+                f"{self.url} did not answer with a list",
+                hint="HOLDFAST_URL must be the address of a Holdfast daemon",
+            ) from error
         finally:
             connection.close()
 

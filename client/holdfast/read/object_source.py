@@ -217,9 +217,17 @@ class ObjectSource(Source):
         )
 
     def _missing(self, name: str) -> NoSuchResource:
-        return NoSuchResource(f"{self.label} has no file {name!r}", file=name, errno=ENOENT)
+        return NoSuchResource(
+            f"{self.label} has no file {name!r}",
+            hint="`holdfast show` lists the files of the checkpoint",
+            file=name,
+            errno=ENOENT,
+        )
 
 
 def _check(name: str) -> None:
     if not naming.is_file_name(name):
-        raise InvalidRequest(f"{name!r} is not a valid name of a checkpoint file")
+        raise InvalidRequest(
+            f"{name!r} is not a valid name of a checkpoint file",
+            hint="give a path inside the checkpoint as `holdfast show` lists it, without .. or a leading /",
+        )

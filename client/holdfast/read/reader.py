@@ -159,7 +159,11 @@ class CheckpointReader:
         """A file's pieces in order; `NoSuchResource` for a file that is not in the manifest."""
         entry = self.manifest.file(file)
         if entry is None:
-            raise NoSuchResource(f"{self.source.label} has no file {file!r}", file=file)
+            raise NoSuchResource(
+                f"{self.source.label} has no file {file!r}",
+                hint="`holdfast show` lists the files of the checkpoint",
+                file=file,
+            )
         if not entry.header_bytes:  # a small file: all tensors need not be looked through for it
             return verification.grouped([Piece(file, 0, entry.bytes, entry.digest)])[0]
         return self._pieces[file]

@@ -162,7 +162,8 @@ def _receiver(want: Want, entry: TensorEntry) -> Receiver:
     if into.shape != box.shape or into.dtype != transfer.element_dtype(view.itemsize):
         raise StateMismatch(
             f"tensor {want.name!r}: {into.dtype}{list(into.shape)} cannot receive "
-            f"{view.itemsize}-byte elements of shape {list(box.shape)}"
+            f"{view.itemsize}-byte elements of shape {list(box.shape)}",
+            hint=f"give an array of {transfer.element_dtype(view.itemsize)}{list(box.shape)}",
         )
     straight = into.flags.c_contiguous and into.nbytes == span[1] - span[0]
     octets = into.reshape(-1).view(np.uint8).data if straight else None
@@ -207,7 +208,8 @@ def parted(manifest: Manifest, wants: Iterable[Want]) -> tuple[list[Want], list[
             raise StateMismatch(
                 f"tensor {want.name!r}: {want.target.dtype}{list(want.target.shape)} cannot receive 4-byte elements of "
                 f"shape "
-                f"{list(want.box.shape)}"
+                f"{list(want.box.shape)}",
+                hint=f"give an array of {transfer.element_dtype(4)}{list(want.box.shape)}",
             )
         small.append(CodedWant(want, stored_form[0]))
     return plain, small

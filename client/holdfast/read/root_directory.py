@@ -94,7 +94,11 @@ def open_nearest(
             absent = absent or error
         except CheckpointError as error:
             problems[copy.name] = error
-    raise next(iter(problems.values()), absent or NoSuchCheckpoint(f"there is no copy of {which.run}@{which.step}"))
+    raise next(
+        iter(problems.values()),
+        absent
+        or NoSuchCheckpoint(f"there is no copy of {which.run}@{which.step}", hint="`holdfast ls RUN` shows its steps"),
+    )
 
 
 def _of(reader: CheckpointReader, which: CheckpointIdentity) -> CheckpointReader:
@@ -103,7 +107,10 @@ def _of(reader: CheckpointReader, which: CheckpointIdentity) -> CheckpointReader
         return reader
     reader.close()
     what = f"{manifest.run}@{manifest.step} of {manifest.created}"
-    raise NoSuchCheckpoint(f"{reader.source.label} has {what}, which is another checkpoint")
+    raise NoSuchCheckpoint(
+        f"{reader.source.label} has {what}, which is another checkpoint",
+        hint="the copy was replaced meanwhile: run the command again",
+    )
 
 
 def _mount(served: str) -> str:

@@ -96,7 +96,11 @@ class DirectorySource(Source):
         except NoSuchResource:
             return None
         if not stat.S_ISREG(status.st_mode):
-            raise CorruptManifest(f"{name} in {self.label} is not a regular file", file=name)
+            raise CorruptManifest(
+                f"{name} in {self.label} is not a regular file",
+                hint="repair the step with `holdfast repair`, or restore another one",
+                file=name,
+            )
         return status.st_size
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
@@ -201,7 +205,11 @@ class DirectorySource(Source):
                     descriptor = os.open(self._path(name), flags)
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     os.close(descriptor)
-                    raise CorruptManifest(f"{name} in {self.label} is not a regular file", file=name)
+                    raise CorruptManifest(
+                        f"{name} in {self.label} is not a regular file",
+                        hint="repair the step with `holdfast repair`, or restore another one",
+                        file=name,
+                    )
                 self._open[name] = descriptor
             return self._open[name]
 
@@ -214,7 +222,10 @@ class DirectorySource(Source):
 
     def _path(self, name: str) -> Path:
         if not naming.is_file_name(name):
-            raise InvalidRequest(f"{name!r} is not a valid name of a checkpoint file")
+            raise InvalidRequest(
+                f"{name!r} is not a valid name of a checkpoint file",
+                hint="give a path inside the checkpoint as `holdfast show` lists it, without .. or a leading /",
+            )
         return self.path / name
 
     @contextmanager
@@ -222,7 +233,9 @@ class DirectorySource(Source):
         try:
             yield
         except FileNotFoundError:
-            raise NoSuchResource(f"{self.label} has no file {name!r}", file=name) from None
+            raise NoSuchResource(
+                f"{self.label} has no file {name!r}", hint="`holdfast show` lists the files of the checkpoint", file=name
+            ) from None
         except OSError as error:
             raise self._failed(name, error) from error
 
@@ -283,7 +296,9 @@ class HttpSource(Source):
 def read_part(source: Source, size: int | None, name: str, offset: int, length: int | None) -> bytes:
     """`Files.read` of a file of this size, by `read_into`; None if it does not exist."""
     if size is None:
-        raise NoSuchResource(f"{source.label} has no file {name!r}", file=name)
+        raise NoSuchResource(
+            f"{source.label} has no file {name!r}", hint="`holdfast show` lists the files of the checkpoint", file=name
+        )
     there = max(size - offset, 0)
     buffer = bytearray(there if length is None else min(length, there))
     return bytes(buffer[: source.read_into(name, offset, memoryview(buffer))])

@@ -80,10 +80,16 @@ def part_shapes(fusion: Fusion, name: str, shape: Shape, rules: Rules) -> tuple[
     inner, count = shape, len(fusion.of)
     if fusion.stacked:
         if count % shape[0]:
-            raise StateMismatch(f"tensor {name!r} stacks {shape[0]} experts, but the rules list {count}")
+            raise StateMismatch(
+                f"tensor {name!r} stacks {shape[0]} experts, but the rules list {count}",
+                hint=f"config.json or the rules must state {shape[0]} experts",
+            )
         inner, count = shape[1:], count // shape[0]
     if fusion.dimension >= len(inner):
-        raise StateMismatch(f"tensor {name!r} of shape {list(shape)} has no dimension {fusion.dimension} to be fused along")
+        raise StateMismatch(
+            f"tensor {name!r} of shape {list(shape)} has no dimension {fusion.dimension} to be fused along",
+            hint="change `dimension` of the entry in the rules, or choose another table with rules=",
+        )
     stated = [rule.shape if rule else None for rule in map(rules.rule, fusion.of[:count])]
     if all(one is not None and len(one) == len(inner) for one in stated):
         return tuple(one for one in stated if one is not None)

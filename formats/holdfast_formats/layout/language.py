@@ -38,6 +38,7 @@ FORMS = {
     "experts": ("split", "stacked"),
 }
 KEYS = (*AXES, "order", *FORMS, "vocab", "rules")
+_PARTS = "docs/layouts.md#the-parts lists every part of a layout with an example"
 _NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
 _RULES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
@@ -158,7 +159,10 @@ def _of_json(source: str) -> dict[str, str]:
     try:
         return _of_mapping(json.loads(source, object_pairs_hook=unique))
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the layout's JSON cannot be read: {_shown(str(error))}") from None
+        raise InvalidRequest(
+            f"the layout's JSON cannot be read: {_shown(str(error))}",
+            hint='as in {"tp": 4, "pp": {"size": 2, "layers": [8, 8]}}',
+        ) from None
 
 
 def _of_mapping(source: Mapping[str, Any]) -> dict[str, str]:
@@ -205,7 +209,7 @@ def _word(key: str, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and -BUCKET_MAX <= value <= BUCKET_MAX:
         return str(value)
     shown = _shown(repr(value)) if isinstance(value, str | bool | float | None) else f"a {type(value).__name__}"
-    raise InvalidRequest(f"{key}: expected a number or a word, not {shown}")
+    raise InvalidRequest(f"{key}: expected a number or a word, not {shown}", hint=f'as in {{"{key}": 4}}')
 
 
 def _add(parts: dict[str, str], key: str, value: str) -> None:
@@ -328,5 +332,5 @@ def _shown(value: str) -> str:
     return repr(value if len(value) <= SHOWN_MAX else value[:SHOWN_MAX] + "…")
 
 
-def _refuse(detail: str, hint: str = "") -> NoReturn:
+def _refuse(detail: str, hint: str = _PARTS) -> NoReturn:
     raise InvalidRequest(detail, hint=hint)

@@ -84,7 +84,9 @@ class Mesh(NamedTuple):
         wanted = {"tp": tp, "cp": cp, "sharding": sharding, "dp": dp, "pp": pp}
         for axis, size, _ in dense_grid(self):
             if not 0 <= wanted[axis] < size:
-                raise InvalidRequest(f"{axis}={wanted[axis]} is not on an axis of {size}")
+                raise InvalidRequest(
+                    f"{axis}={wanted[axis]} is not on an axis of {size}", hint=f"give {axis} from 0 to {size - 1}"
+                )
         return sum(wanted[axis] * step for axis, _, step in dense_grid(self))
 
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
@@ -105,7 +107,10 @@ class Mesh(NamedTuple):
 def check_rank(rank: int, world: int) -> int:
     """Return the rank, or raise `InvalidRequest`."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world:
-        raise InvalidRequest(f"rank must be from 0 to {world - 1}, not {rank!r}")
+        raise InvalidRequest(
+            f"rank must be from 0 to {world - 1}, not {rank!r}",
+            hint="the number of ranks is tp * cp * sharding * dp * pp of the layout",
+        )
     return rank
 
 
@@ -188,7 +193,7 @@ def _complete(order: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ..
         if axis not in ORDER:
             raise InvalidRequest(f"an order has no axis {axis[:SHOWN_MAX]!r}", hint=f"it is made of {', '.join(ORDER)}")
     if len(set(order)) != len(order):
-        raise InvalidRequest(f"the order {'-'.join(order)[:SHOWN_MAX]} names an axis twice")
+        raise InvalidRequest(f"the order {'-'.join(order)[:SHOWN_MAX]} names an axis twice", hint="name each axis once")
     missing = [axis for axis in ("tp", "cp", "dp", "pp") if axis not in order]
     lacking = [axis for axis in missing if sizes[axis] > 1]
     if lacking:

@@ -157,7 +157,8 @@ def fuse(name: str, dtype: str, pieces: Sequence[tuple[str, Box]], dimension: in
         if box.shape[dimension] % groups:
             raise StateMismatch(
                 f"{name!r}: {box.shape[dimension]} of {tensor!r} in dimension {dimension} cannot be split into "
-                f"{groups} equal groups"
+                f"{groups} equal groups",
+                hint="choose a tp that divides the heads, or leave the tensor unfused: qkv=split or gate_up=split",
             )
         lengths.append(box.shape[dimension] // groups)
     shape = (*first[:dimension], sum(lengths) * groups, *first[dimension + 1 :])
@@ -179,7 +180,10 @@ def stack(name: str, layers: Sequence[LocalTensor]) -> LocalTensor:
     """Tensors of one shape as one tensor, along a new dimension 0."""
     shape = layers[0].shape
     if any(layer.shape != shape or layer.dtype != layers[0].dtype for layer in layers):
-        raise StateMismatch(f"tensor {name!r} cannot be stacked: {sorted({(t.dtype, t.shape) for t in layers})}")
+        raise StateMismatch(
+            f"tensor {name!r} cannot be stacked: {sorted({(t.dtype, t.shape) for t in layers})}",
+            hint="leave the experts unstacked: experts=split",
+        )
     volume = prod(shape)
     parts = [part._replace(start=part.start + i * volume) for i, layer in enumerate(layers) for part in layer.parts]
     return LocalTensor(name, layers[0].dtype, (len(layers), *shape), tuple(parts))
@@ -201,7 +205,8 @@ def resolve(local: LocalTensor, sources: Mapping[str, Sequence[Fused]]) -> Local
         if sum(inner.box.volume for inner in inner_parts) != part.box.volume:
             raise StateMismatch(
                 f"tensor {local.name!r} needs {list(part.box.offset)}+{list(part.box.shape)} of {part.tensor!r}, "
-                f"of which {', '.join(repr(source.name) for source in held)} do not hold everything"
+                f"of which {', '.join(repr(source.name) for source in held)} do not hold everything",
+                hint="the rules do not match this checkpoint: choose another table with rules=",
             )
         parts += inner_parts
     return local._replace(parts=tuple(dict.fromkeys(parts)))
@@ -234,7 +239,10 @@ def _place(part: Part, shape: Shape) -> tuple[Box, list[int | None]]:
     for n, stride in zip(part.box.shape, part.strides, strict=True):
         outer = next((d for d in range(len(shape)) if steps[d] == stride and shape[d] > 1), None) if n > 1 else None
         if n > 1 and outer is None:
-            raise StateMismatch(f"a part of {part.tensor!r} with strides {list(part.strides)} is not a box of {list(shape)}")
+            raise StateMismatch(
+                f"a part of {part.tensor!r} with strides {list(part.strides)} is not a box of {list(shape)}",
+                hint="leave the tensor unfused in the layout: qkv=split, gate_up=split or experts=split",
+            )
         if outer is not None:
             lengths[outer] = n
         dimensions.append(outer)

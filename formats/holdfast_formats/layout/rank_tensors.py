@@ -177,7 +177,10 @@ class LayoutHoldings:
 
     def _coordinate(self, rank: int) -> Coordinate:
         if not 0 <= rank < self.layout.mesh.world:
-            raise InvalidRequest(f"rank {rank} is not one of the {self.layout.mesh.world} ranks of this layout")
+            raise InvalidRequest(
+                f"rank {rank} is not one of the {self.layout.mesh.world} ranks of this layout",
+                hint="the number of ranks is tp * cp * sharding * dp * pp of the layout",
+            )
         return self.layout.mesh.coordinate(rank)
 
     def _cell(self, at: Coordinate) -> _Cell:
@@ -234,21 +237,30 @@ class LayoutHoldings:
         name, dtype = fusion.name + first.key, first.dtype
         if any(element.dtype != dtype for element, _ in held):
             kinds = sorted({element.dtype for element, _ in held})
-            raise StateMismatch(f"tensor {name!r} cannot be fused: its parts have dtypes {kinds}")
+            raise StateMismatch(
+                f"tensor {name!r} cannot be fused: its parts have dtypes {kinds}",
+                hint="leave it unfused in the layout: qkv=split, gate_up=split or experts=split",
+            )
         if not first.shape:
             return one_for_all(name, dtype, [element.name for element, _ in held])
         if not fusion.stacked:
             if len(held) != len(fusion.of):
                 present = {element.parameter for element, _ in held}
                 missing = ", ".join(repr(part) for part in fusion.of if part not in present)
-                raise StateMismatch(f"tensor {name!r} cannot be fused: there is no {missing}")
+                raise StateMismatch(
+                    f"tensor {name!r} cannot be fused: there is no {missing}",
+                    hint="leave it unfused in the layout: qkv=split, gate_up=split or experts=split",
+                )
             return self._joined(fusion, name, held, at)
         experts: dict[int, list[tuple[Element, Cut]]] = {}
         for element, cut in held:
             assert element.rule is not None and element.rule.expert is not None  # a stack is one of experts
             experts.setdefault(element.rule.expert, []).append((element, cut))
         if len({len(parts) for parts in experts.values()}) != 1:
-            raise StateMismatch(f"tensor {name!r} cannot be stacked: some experts lack a tensor")
+            raise StateMismatch(
+                f"tensor {name!r} cannot be stacked: some experts lack a tensor",
+                hint="leave the experts unstacked in the layout: experts=split",
+            )
         return stack(name, [self._joined(fusion, name, parts, at) for _, parts in sorted(experts.items())])
 
     def _joined(self, fusion: Fusion, name: str, held: Sequence[tuple[Element, Cut]], at: Coordinate) -> LocalTensor:

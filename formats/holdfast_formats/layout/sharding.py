@@ -72,7 +72,10 @@ class Cuts(NamedTuple):
     def ranges(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Position, start and stop of each of one rank's shards, in the list's order."""
         if not 0 <= index < self.ranks:
-            raise InvalidRequest(f"sharding rank {index} is not one of {self.ranks}")
+            raise InvalidRequest(
+                f"sharding rank {index} is not one of {self.ranks}",
+                hint="the number of sharding ranks is the layout's sharding=",
+            )
         start = np.clip(index * self.share - self.at, 0, self.sizes)
         stop = np.where(self.share == 0, self.sizes, np.clip((index + 1) * self.share - self.at, 0, self.sizes))
         kept = np.flatnonzero((stop > start) | (self.sizes == 0))
@@ -99,7 +102,7 @@ def _shard(tensor: LocalTensor, flat: bool, start: int, stop: int) -> LocalTenso
 def cuts(tensors: Sequence[Sized], layout: Layout, count: int) -> Cuts:
     """Which of `count` ranks keeps which elements; `StateMismatch` if the tensors have too many elements to count."""
     if count < 1:
-        raise InvalidRequest(f"{count} is not a number of sharding ranks")
+        raise InvalidRequest(f"{count} is not a number of sharding ranks", hint="sharding= in the layout is at least 1")
     volumes = [prod(tensor.shape) for tensor in tensors]
     if sum(volumes) > ELEMENTS_MAX:
         raise StateMismatch(f"{sum(volumes)} elements are too many to share out", hint=f"at most {ELEMENTS_MAX}")

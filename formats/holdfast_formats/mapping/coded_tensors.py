@@ -54,7 +54,11 @@ class PartEncoder(NamedTuple):
             parted = codings.split(fetch(self.tensor, box).view(np.uint32), fetch(self.weight, box).view(np.uint16))
             if parted is None:
                 name = self.tensor.spec.name
-                raise StateMismatch(f"the weight of {name!r} is not its master, rounded", tensor=name)
+                raise StateMismatch(
+                    f"the weight of {name!r} is not its master, rounded",
+                    hint="the checkpoint has changed while it was read: check it with `holdfast verify`",
+                    tensor=name,
+                )
             return parted[0]
         begins, ends = box.offset[-1], box.offset[-1] + box.shape[-1]
         first = begins - begins % BLOCK

@@ -87,7 +87,10 @@ def fill(files: Files, tensor: ForeignTensor, box: Box, into: NDArray[Any]) -> N
             filled += common.volume
             _read(files, piece, dtype, common, _part(into, common.within(box)), tensor.spec.name)
     if filled != box.volume:
-        raise StateMismatch(f"{box.volume - filled} elements of tensor {tensor.spec.name!r} are in no file")
+        raise StateMismatch(
+            f"{box.volume - filled} elements of tensor {tensor.spec.name!r} are in no file",
+            hint="complete the source, or drop the tensor with a program's NAME -> _",
+        )
 
 
 def _fill_steps(files: Files, tensor: ForeignTensor, box: Box, step: Shape, into: NDArray[Any]) -> None:
@@ -111,7 +114,11 @@ def assign(into: NDArray[Any], values: NDArray[Any], name: str) -> None:
     to infinity or NaN.
     """
     if into.dtype != values.dtype and (_whole_number(into.dtype) or _whole_number(values.dtype)):
-        raise StateMismatch(f"tensor {name!r} cannot be converted from {values.dtype} to {into.dtype}", tensor=name)
+        raise StateMismatch(
+            f"tensor {name!r} cannot be converted from {values.dtype} to {into.dtype}",
+            hint="keep whole numbers as they are: leave the dtype out",
+            tensor=name,
+        )
     if into.dtype == values.dtype:
         into[...] = values
         return

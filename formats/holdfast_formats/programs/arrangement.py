@@ -67,10 +67,16 @@ def joined(parts: Sequence[Arrangement], axis: int, name: str) -> Arrangement:
     for part in parts:
         if part.shape[:axis] != first.shape[:axis] or part.shape[axis + 1 :] != first.shape[axis + 1 :]:
             raise StateMismatch(
-                f"{name!r}: {list(part.shape)} and {list(first.shape)} cannot be joined along dimension {axis}", tensor=name
+                f"{name!r}: {list(part.shape)} and {list(first.shape)} cannot be joined along dimension {axis}",
+                hint="join along the only dimension in which the shapes differ, by axis=; or transpose one with ^T",
+                tensor=name,
             )
         if part.dtype != first.dtype:
-            raise StateMismatch(f"{name!r}: {part.dtype} and {first.dtype} cannot be joined", tensor=name)
+            raise StateMismatch(
+                f"{name!r}: {part.dtype} and {first.dtype} cannot be joined",
+                hint="cast each before it is joined: a -> a, dtype=…",
+                tensor=name,
+            )
         for move in part.moves:
             placed = _moved(move, axis, at) if at else move
             follows = moves and _following(moves[-1], placed, axis)
@@ -88,14 +94,22 @@ def joined(parts: Sequence[Arrangement], axis: int, name: str) -> Arrangement:
 def check_pieces(count: int, name: str) -> None:
     """`StateMismatch` for a tensor of too many pieces, before they are made."""
     if count > MOVES_MAX:
-        raise StateMismatch(f"{name!r} would be made of {count} pieces; at most {MOVES_MAX} are allowed", tensor=name)
+        raise StateMismatch(
+            f"{name!r} would be made of {count} pieces; at most {MOVES_MAX} are allowed",
+            hint="leave this tensor out of the program, and convert it in a script of your own",
+            tensor=name,
+        )
 
 
 def check_cuts(arranged: Arrangement, cuts: int, name: str) -> None:
     """`StateMismatch` for so many cuts of so many pieces that it would take minutes."""
     check_pieces(cuts, name)
     if cuts * len(arranged.moves) > LOOKS_MAX:
-        raise StateMismatch(f"{name!r} would be split {cuts} times, from {len(arranged.moves)} pieces", tensor=name)
+        raise StateMismatch(
+            f"{name!r} would be split {cuts} times, from {len(arranged.moves)} pieces",
+            hint="split it before it is joined or reordered",
+            tensor=name,
+        )
 
 
 def _moved(move: BoxMove, axis: int, by: int) -> BoxMove:
@@ -186,7 +200,11 @@ def _with(values: Shape, axis: int, value: int) -> Shape:
 def interleaved(parts: Sequence[Arrangement], axis: int, name: str) -> Arrangement:
     """The first element of each part along a dimension, then the second of each, and so on; all of one shape."""
     if any(part.shape != parts[0].shape for part in parts):
-        raise StateMismatch(f"{name!r}: parts of different shapes cannot be interleaved", tensor=name)
+        raise StateMismatch(
+            f"{name!r}: parts of different shapes cannot be interleaved",
+            hint="the length of a head must be even: num_heads= comes from config.json, which may be another model's",
+            tensor=name,
+        )
     many = len(parts)
     moves = []
     for number, part in enumerate(parts):
@@ -242,7 +260,9 @@ def braided(parts: Sequence[Arrangement], axis: int, times: int, name: str) -> A
     for part in parts:
         if times < 1 or part.shape[axis] % times:
             raise StateMismatch(
-                f"{name!r}: {part.shape[axis]} in dimension {axis} cannot be divided by {times}", tensor=name
+                f"{name!r}: {part.shape[axis]} in dimension {axis} cannot be divided by {times}",
+                hint="num_key_value_groups=, ranks= or dst_ranks= must divide it; config.json may be another model's",
+                tensor=name,
             )
         check_cuts(part, times, name)
     lengths = [part.shape[axis] // times for part in parts]
@@ -258,6 +278,7 @@ def unbraided(arranged: Arrangement, axis: int, times: int, lengths: Sequence[in
     if times < 1 or row * times != arranged.shape[axis]:
         raise StateMismatch(
             f"{name!r} has {arranged.shape[axis]} in dimension {axis}, not {times} times {'+'.join(map(str, lengths))}",
+            hint="let sizes= add up to it, or change axis=, ranks= or num_heads=; config.json may be another model's",
             tensor=name,
         )
     check_cuts(arranged, times * len(lengths), name)

@@ -61,7 +61,11 @@ def _compiled(
     kept = {key: _as_it_is(specs[key]) for key in others}
     doubled = sorted(compiled_program.tensors.keys() & kept.keys())
     if doubled:
-        raise StateMismatch(f"{doubled[0].name!r} of group {doubled[0].group} already exists", tensor=doubled[0].name)
+        raise StateMismatch(
+            f"{doubled[0].name!r} of group {doubled[0].group} already exists",
+            hint="give the tensor on the right another name, or drop the one that is there: NAME -> _",
+            tensor=doubled[0].name,
+        )
     result = compiled_program._replace(program=program.name, tensors={**compiled_program.tensors, **kept})
     if targets is not None:
         check_targets(result, targets)
@@ -145,17 +149,25 @@ def check_targets(compiled_program: CompiledProgram, targets: Mapping[TensorKey,
     groups = {key.group for key in compiled_program.tensors}
     missing = sorted(key for key in targets if key.group in groups and key not in compiled_program.tensors)
     if missing:
-        raise StateMismatch(f"{_some(missing)} would not be made", tensor=missing[0].name)
+        raise StateMismatch(
+            f"{_some(missing)} would not be made", hint="add a statement that makes it", tensor=missing[0].name
+        )
     over = sorted(
         key for key in compiled_program.tensors if key not in targets and key.group in {one.group for one in targets}
     )
     if over:
-        raise StateMismatch(f"{_some(over)} would be made, but the target does not have them", tensor=over[0].name)
+        raise StateMismatch(
+            f"{_some(over)} would be made, but the target does not have them",
+            hint="drop it with a statement NAME -> _",
+            tensor=over[0].name,
+        )
     for key, mapped in compiled_program.tensors.items():
         wanted = targets.get(key)
         if wanted is not None and wanted.shape != mapped.spec.shape:
             raise StateMismatch(
-                f"{key.name!r} would have the shape {list(mapped.spec.shape)}, not {list(wanted.shape)}", tensor=key.name
+                f"{key.name!r} would have the shape {list(mapped.spec.shape)}, not {list(wanted.shape)}",
+                hint="transpose it with ^T, or pad or cut it with pad_to= or slice=; config.json may be another model's",
+                tensor=key.name,
             )
         if wanted is not None and wanted.dtype != mapped.spec.dtype:
             raise StateMismatch(

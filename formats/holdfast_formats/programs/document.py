@@ -71,7 +71,10 @@ def read_program(text: bytes | str) -> Program:
     """Read a program's TOML; `InvalidRequest` with the key, or the line and column of the statement, that is wrong."""
     data = text.encode() if isinstance(text, str) else text
     if len(data) > TEXT_BYTES_MAX:
-        raise InvalidRequest(f"the program has {len(data)} bytes; at most {TEXT_BYTES_MAX} are allowed")
+        raise InvalidRequest(
+            f"the program has {len(data)} bytes; at most {TEXT_BYTES_MAX} are allowed",
+            hint="write $LAYER_ID or $EXPERT_ID in place of numbers",
+        )
     try:
         values = toml_text.decode(data)
         written = _convert(values)
@@ -109,5 +112,5 @@ def _parsed(text: str, sizes: Mapping[str, Expression], place: str) -> tuple[Pro
     except InvalidRequest as problem:
         raise InvalidRequest(f"{place}{problem.detail}", hint=problem.hint, **problem.members) from None
     if not program_statements:
-        raise InvalidRequest(f"{place}there are no statements")
+        raise InvalidRequest(f"{place}there are no statements", hint="write one, such as * -> *, which keeps all names")
     return program_statements

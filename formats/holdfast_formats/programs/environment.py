@@ -56,7 +56,10 @@ class Environment:
         for step in list(steps(statement, around)):
             self._steps += 1
             if self._steps > STEPS_MAX:
-                raise LimitExceeded(f"{statement.where}: more than {STEPS_MAX} steps")
+                raise LimitExceeded(
+                    f"{statement.where}: more than {STEPS_MAX} steps",
+                    hint="convert a part of the checkpoint at a time, or use names with fewer numbers",
+                )
             arrangements += zip(step.outputs, self._results(step, targets), strict=True)
             taken.update(dict.fromkeys(step.inputs))
         identity = statement.plain and [name for name, _ in arrangements] == list(taken)

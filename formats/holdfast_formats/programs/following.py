@@ -77,6 +77,7 @@ class FollowingTensors:
                 missing = next(source for source in sources if source not in held) + end
                 raise StateMismatch(
                     f"{name + end!r} is made of {found[0] + end!r} and {missing!r}, which is not in group {group}",
+                    hint="give every part such a tensor, or leave the optimizer and the averages out",
                     tensor=missing,
                 )
             first = held[sources[0]]
@@ -177,7 +178,11 @@ class FollowingTensors:
                 continue
             why = self._around.sliced.get(name)
             if why is None:
-                raise StateMismatch(f"{left} elements of {name!r} would be lost", tensor=name)
+                raise StateMismatch(
+                    f"{left} elements of {name!r} would be lost",
+                    hint="use the rest in a statement, drop the whole tensor with NAME -> _, or cut it with slice=",
+                    tensor=name,
+                )
             for plane, held in planes.items():
                 if name in held and held[name].shape == shape:
                     lost.append(LostElements(TensorKey(plane.group, name + plane.end), left, why))
@@ -194,7 +199,11 @@ class FollowingTensors:
                 if dtype is None:
                     zeros.append(TensorKey(plane.group, spec.name))
                 elif plane.group == "model" and spec.dtype != dtype:
-                    raise StateMismatch(f"{where}: {name!r} is {spec.dtype}, not {dtype}", tensor=name)
+                    raise StateMismatch(
+                        f"{where}: {name!r} is {spec.dtype}, not {dtype}",
+                        hint="write src_dtype= as the checkpoint has it",
+                        tensor=name,
+                    )
         return zeros
 
     def _names(self) -> dict[str, tuple[str, ...]]:
@@ -238,5 +247,9 @@ def lossless(before: str, after: str, name: str = "") -> bool:
     """Whether a cast keeps every value; `StateMismatch` for one between floating-point and whole numbers."""
     is_exact = before == after or _exact(before, after)
     if is_exact is None:
-        raise StateMismatch(f"tensor {name!r} cannot be cast from {before} to {after}", tensor=name)
+        raise StateMismatch(
+            f"tensor {name!r} cannot be cast from {before} to {after}",
+            hint="keep whole numbers as they are: leave dtype= out of the statement",
+            tensor=name,
+        )
     return is_exact

@@ -81,7 +81,10 @@ def _gathered(statement: ProgramStatement, dropping: bool, wanted: frozenset[str
             f"{statement.where}: {' and '.join(lacking)} are on the left only", hint="join one, then the other"
         )
     if len(statement.left) > 1:
-        raise InvalidRequest(f"{statement.where}: {lacking[0]} is on the left only, so the left side must be a single name")
+        raise InvalidRequest(
+            f"{statement.where}: {lacking[0]} is on the left only, so the left side must be a single name",
+            hint=f"join each with {lacking[0]} into a tensor of its own, then join these in a second statement",
+        )
     return lacking[0]
 
 
@@ -128,10 +131,18 @@ def _at(operand: Operand, candidate: _Found, choice: _Choice, statement: Program
     for (before, _), (after, name) in pairwise(rows):
         if after != before + 1:
             missing = candidate.pattern.name({**dict(choice), variable: before + 1})
-            raise StateMismatch(f"{statement.where}: {missing!r} is missing; the next is {name!r}", tensor=missing)
+            raise StateMismatch(
+                f"{statement.where}: {missing!r} is missing; the next is {name!r}",
+                hint="complete the source, or join them by name: a.0.b, a.2.b -> c",
+                tensor=missing,
+            )
     if rows and rows[0][0] and ("stack" in statement.words or "count" in statement.numbers):
         missing = candidate.pattern.name({**dict(choice), variable: 0})
-        raise StateMismatch(f"{statement.where}: {missing!r} is missing; the first is {rows[0][1]!r}", tensor=missing)
+        raise StateMismatch(
+            f"{statement.where}: {missing!r} is missing; the first is {rows[0][1]!r}",
+            hint="complete the source, or join them by name: a.1.b, a.2.b -> c",
+            tensor=missing,
+        )
     return [name for _, name in rows]
 
 
@@ -146,23 +157,33 @@ def _outputs(
     step = Step(statement, inputs, (), around.sizes, around.ranks)
     count = step.number("count")
     if count is not None and not opened and len(inputs) != count:
-        raise StateMismatch(f"{statement.where}: {len(inputs)} tensors exist, but count= is {count}")
+        raise StateMismatch(
+            f"{statement.where}: {len(inputs)} tensors exist, but count= is {count}",
+            hint=f"write count={len(inputs)}, or complete the source",
+        )
     if not opened:
         for operand in statement.right:
             yield operand.pattern.name(values) if operand.pattern is not None else operand.template
         return
     if len(opened) > 1 or len(statement.right) > 1:
         raise InvalidRequest(
-            f"{statement.where}: {' and '.join(sorted(opened))} only on the right, where one is allowed, in one name"
+            f"{statement.where}: {' and '.join(sorted(opened))} only on the right, where one is allowed, in one name",
+            hint="write two statements, each with one such variable",
         )
     if count is None and "unstack" in statement.words:
         shape, axis = around.shapes[inputs[0]], step.number("axis") or 0
         shape = shape[::-1] if statement.left[0].turned else shape
         count = shape[axis] if axis < len(shape) else 1
     if count is None:
-        raise InvalidRequest(f"{statement.where}: the number of resulting tensors is unknown; add count=, or unstack")
+        raise InvalidRequest(
+            f"{statement.where}: the number of resulting tensors is unknown; add count=, or unstack",
+            hint="as in a -> b.$EXPERT_ID.c, count=8",
+        )
     if not 0 < count <= RANGE_MAX:
-        raise StateMismatch(f"{statement.where}: {count} tensors, where 1 to {RANGE_MAX} are allowed")
+        raise StateMismatch(
+            f"{statement.where}: {count} tensors, where 1 to {RANGE_MAX} are allowed",
+            hint="change count=, or the axis= that is unstacked; config.json may be another model's",
+        )
     (variable,) = opened
     pattern = statement.right[0].pattern
     assert pattern is not None  # variables are in patterns
@@ -197,4 +218,7 @@ def _expanded(statement: ProgramStatement, match: re.Match[str], operand: Operan
     try:
         return match.expand(operand.template)
     except (re.error, IndexError) as problem:
-        raise InvalidRequest(f"{statement.where}: /{operand.template}/: {problem}") from None
+        raise InvalidRequest(
+            f"{statement.where}: /{operand.template}/: {problem}",
+            hint=r"write \1 for the first group, as in /blocks\.(\d+)/ -> /layers.\1/",
+        ) from None

@@ -22,7 +22,9 @@ def pattern(text: str, right: bool) -> NamePattern:
         at = match.end()
         before, after = text[: match.start()][-1:], text[at : at + 1]
         if before.isdigit() or after.isdigit() or after in ("$", "*"):
-            raise InvalidRequest(f"{text!r}: no other number may follow or precede {match[0]!r}")
+            raise InvalidRequest(
+                f"{text!r}: no other number may follow or precede {match[0]!r}", hint="put a letter or a dot between them"
+            )
         variable = match[1] or STAR
         if variable not in (*VARIABLES, STAR):
             raise InvalidRequest(f"{text!r} has ${variable}", hint=f"variables are {', '.join('$' + v for v in VARIABLES)}")

@@ -53,7 +53,9 @@ class Step(NamedTuple):
     def needed(self, name: str) -> int:
         value = self.number(name)
         if value is None:
-            raise InvalidRequest(f"{self.where}: {name}= is missing")
+            raise InvalidRequest(
+                f"{self.where}: {name}= is missing", hint=f"write {name}=, with a number or a size in braces"
+            )
         return value
 
     def listed(self, name: str) -> tuple[int, ...] | None:
@@ -159,9 +161,14 @@ def _check_sizes(step: Step, lengths: list[int]) -> None:
     """Check the sizes that the statement states for joined tensors."""
     wanted = step.listed("sizes")
     if wanted is not None and list(wanted) != lengths:
-        raise StateMismatch(f"{step.outputs[0]!r} is made of {lengths}, but sizes= is {list(wanted)}")
+        raise StateMismatch(
+            f"{step.outputs[0]!r} is made of {lengths}, but sizes= is {list(wanted)}",
+            hint=f"write sizes={lengths}, or leave sizes= out",
+        )
     if "sizes" in step.statement.texts and len(set(lengths)) > 1:
-        raise StateMismatch(f"{step.outputs[0]!r} is made of unequal parts: {lengths}")
+        raise StateMismatch(
+            f"{step.outputs[0]!r} is made of unequal parts: {lengths}", hint=f"write sizes={lengths}, or leave sizes= out"
+        )
 
 
 def _split(step: Step, one: Arrangement) -> list[Arrangement]:
@@ -175,14 +182,20 @@ def _split(step: Step, one: Arrangement) -> list[Arrangement]:
             )
         sizes = (one.shape[axis] // many,) * many
     if len(sizes) != many:
-        raise InvalidRequest(f"{step.where}: sizes= has {len(sizes)} numbers for {many} tensors")
+        raise InvalidRequest(
+            f"{step.where}: sizes= has {len(sizes)} numbers for {many} tensors",
+            hint="give one number for each tensor on the right",
+        )
     return arrangement.unbraided(one, axis, 1, sizes, step.inputs[0])
 
 
 def _unstacked(step: Step, one: Arrangement) -> list[Arrangement]:
     axis = _axis(step, 0, len(one.shape))
     if one.shape[axis] != len(step.outputs):
-        raise StateMismatch(f"{step.inputs[0]!r} has {one.shape[axis]} in dimension {axis}, not {len(step.outputs)}")
+        raise StateMismatch(
+            f"{step.inputs[0]!r} has {one.shape[axis]} in dimension {axis}, not {len(step.outputs)}",
+            hint="change axis= or count=; config.json may be another model's",
+        )
     arrangement.check_cuts(one, len(step.outputs), step.inputs[0])
     parts = (arrangement.picked(one, axis, i, 1) for i in range(len(step.outputs)))
     return [arrangement.lowered(part, axis) for part in parts]
@@ -209,7 +222,10 @@ def _fused(step: Step, arrangements: list[Arrangement]) -> list[Arrangement]:
         times = step.needed("num_key_value_groups") if "fused_qkv" in words else times
         return _taken_apart(step, arrangements[0], axis, parts, times)
     kind = "gate and up" if parts == 2 else "query, key and value"
-    raise InvalidRequest(f"{step.where}: {kind} become one tensor, or one becomes {kind}")
+    raise InvalidRequest(
+        f"{step.where}: {kind} become one tensor, or one becomes {kind}",
+        hint="as in q, k, v -> qkv, fused_qkv, or gate_up -> gate, up, fused_ffn",
+    )
 
 
 def _ranks(step: Step, name: str, default: int) -> int:
@@ -220,7 +236,10 @@ def _ranks(step: Step, name: str, default: int) -> int:
 def _check_heads(step: Step, lengths: list[int], axis: int) -> None:
     heads, groups = step.needed("num_heads"), step.needed("num_key_value_groups")
     if not heads or not groups or heads % groups:
-        raise StateMismatch(f"{heads} heads cannot be divided among {groups} key-value groups")
+        raise StateMismatch(
+            f"{heads} heads cannot be divided among {groups} key-value groups",
+            hint="num_heads= must be a multiple of num_key_value_groups=; config.json may be another model's",
+        )
     query, key, value = lengths
     if query % heads or key % groups or query // heads != key // groups or key != value:
         raise StateMismatch(
@@ -234,7 +253,10 @@ def _taken_apart(step: Step, one: Arrangement, axis: int, parts: int, times: int
     name, length = step.inputs[0], one.shape[axis]
     if parts == 2:
         if times < 1 or length % (2 * times):
-            raise StateMismatch(f"{name!r}: {length} in dimension {axis} are not gate and up of {times} ranks")
+            raise StateMismatch(
+                f"{name!r}: {length} in dimension {axis} are not gate and up of {times} ranks",
+                hint="change ranks= or src_ranks=; axis= is 0 for torch's [out, in], 1 for Paddle's [in, out]",
+            )
         return arrangement.unbraided(one, axis, times, [length // 2 // times] * 2, name)
     heads, groups = step.needed("num_heads"), step.needed("num_key_value_groups")
     total = heads + 2 * groups
@@ -256,9 +278,16 @@ def _same(step: Step, arrangements: list[Arrangement]) -> list[Arrangement]:
         return arrangements * len(step.outputs)
     for name, one in zip(step.inputs, arrangements, strict=True):
         if one.shape != arrangements[0].shape:
-            raise StateMismatch(f"{name!r} has the shape {list(one.shape)}, not {list(arrangements[0].shape)}", tensor=name)
+            raise StateMismatch(
+                f"{name!r} has the shape {list(one.shape)}, not {list(arrangements[0].shape)}",
+                hint="leave the odd one out of the statement, and drop it with NAME -> _",
+                tensor=name,
+            )
         if one.sources != (name,) or len(one.moves) != 1 or one.moves[0].axes != tuple(range(len(one.shape))):
-            raise InvalidRequest(f"{step.where}: `same` applies only to stored tensors, but {name!r} was made from others")
+            raise InvalidRequest(
+                f"{step.where}: `same` applies only to stored tensors, but {name!r} was made from others",
+                hint="write this statement before those that change the tensor",
+            )
     names = tuple(step.inputs)
     return [arrangements[0]._replace(same=(*arrangements[0].same, names))]
 
@@ -270,7 +299,10 @@ def _rotated(step: Step, one: Arrangement) -> Arrangement:
     axis, name, heads = _axis(step, 0, len(one.shape)), step.outputs[0], step.needed("num_heads")
     length = one.shape[axis]
     if not heads or length % (2 * heads):
-        raise StateMismatch(f"{step.inputs[0]!r}: {length} in dimension {axis} are not {heads} heads of pairs")
+        raise StateMismatch(
+            f"{step.inputs[0]!r}: {length} in dimension {axis} are not {heads} heads of pairs",
+            hint="change num_heads= or axis=; config.json may be another model's",
+        )
     head, kind = length // heads, step.statement.texts["rotary"]
     arrangement.check_cuts(one, 2 * heads, name)
     rotated = []
@@ -287,12 +319,18 @@ def _rotated(step: Step, one: Arrangement) -> Arrangement:
 def _sliced(step: Step, one: Arrangement) -> Arrangement:
     bounds = step.statement.slices or ()
     if len(bounds) > len(one.shape):
-        raise StateMismatch(f"{step.inputs[0]!r} has {len(one.shape)} dimensions, slice= has {len(bounds)}")
+        raise StateMismatch(
+            f"{step.inputs[0]!r} has {len(one.shape)} dimensions, slice= has {len(bounds)}",
+            hint=f"write at most {len(one.shape)} ranges, as in slice=[0:32000, :]",
+        )
     for axis, (low, high) in enumerate(bounds):
         begin = 0 if low is None else number(low, step.sizes, step.where)
         end = one.shape[axis] if high is None else number(high, step.sizes, step.where)
         if not begin <= end <= one.shape[axis]:
-            raise StateMismatch(f"{step.inputs[0]!r} has {one.shape[axis]} in dimension {axis}, not {begin}:{end}")
+            raise StateMismatch(
+                f"{step.inputs[0]!r} has {one.shape[axis]} in dimension {axis}, not {begin}:{end}",
+                hint="change slice=; config.json may be another model's",
+            )
         one = arrangement.picked(one, axis, begin, end - begin)
     return one
 
@@ -301,9 +339,17 @@ def _padded(step: Step, one: Arrangement) -> Arrangement:
     axis, size, held = _axis(step, 0, len(one.shape)), step.needed("pad_to"), step.number("size")
     name = step.inputs[0]
     if held is not None and one.shape[axis] != held:
-        raise StateMismatch(f"{name!r} has {one.shape[axis]} in dimension {axis}, but size= is {held}", tensor=name)
+        raise StateMismatch(
+            f"{name!r} has {one.shape[axis]} in dimension {axis}, but size= is {held}",
+            hint=f"write size={one.shape[axis]}; config.json may be another model's",
+            tensor=name,
+        )
     if size < one.shape[axis]:
-        raise StateMismatch(f"{name!r} has {one.shape[axis]} in dimension {axis}, more than pad_to={size}", tensor=name)
+        raise StateMismatch(
+            f"{name!r} has {one.shape[axis]} in dimension {axis}, more than pad_to={size}",
+            hint="a larger pad_to=, or slice= to cut it",
+            tensor=name,
+        )
     return arrangement.padded(one, axis, size)
 
 
@@ -314,7 +360,10 @@ def _reversed(one: Arrangement) -> Arrangement:
 def _permuted(one: Arrangement, order: tuple[int, ...], name: str) -> Arrangement:
     wanted = order or tuple(range(len(one.shape)))[::-1]
     if sorted(wanted) != list(range(len(one.shape))):
-        raise StateMismatch(f"{name!r} has {len(one.shape)} dimensions, which permute={list(order)} does not order")
+        raise StateMismatch(
+            f"{name!r} has {len(one.shape)} dimensions, which permute={list(order)} does not order",
+            hint=f"write each number from 0 to {len(one.shape) - 1} once",
+        )
     return arrangement.transposed(one, wanted)
 
 

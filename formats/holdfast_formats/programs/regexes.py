@@ -44,7 +44,10 @@ class SafeExpression:
     def match(self, name: str) -> re.Match[str] | None:
         """`re.fullmatch`; `LimitExceeded` where all names together take too many steps."""
         if len(name) > NAME_CHARACTERS_MAX:
-            raise LimitExceeded(f"name {name[:80]!r}… has {len(name)} characters; an expression takes {NAME_CHARACTERS_MAX}")
+            raise LimitExceeded(
+                f"name {name[:80]!r}… has {len(name)} characters; an expression takes {NAME_CHARACTERS_MAX}",
+                hint="use $LAYER_ID and whole names in place of the expression",
+            )
         self._left -= len(name) ** self._power
         if self._left < 0:
             raise LimitExceeded(
@@ -56,10 +59,14 @@ class SafeExpression:
 def _power(text: str) -> int:
     """The exponent of a match's time in the name's length; `InvalidRequest` for anything that is not allowed."""
     if not 0 < len(text) <= CHARACTERS_MAX:
-        raise InvalidRequest(f"an expression has 1 to {CHARACTERS_MAX} characters, not {len(text)}")
+        raise InvalidRequest(
+            f"an expression has 1 to {CHARACTERS_MAX} characters, not {len(text)}", hint="split it into two statements"
+        )
     atoms = _atoms(text)
     if len(atoms) > CHARACTERS_MAX or sum(atom.varies for atom in atoms) > REPEATS_MAX:
-        raise InvalidRequest(f"/{text}/ has too many repeats")
+        raise InvalidRequest(
+            f"/{text}/ has too many repeats", hint="write one statement for each kind of name, or use $LAYER_ID"
+        )
     vague = 0
     follows: frozenset[str] = frozenset()
     for atom in reversed(atoms):
@@ -73,7 +80,7 @@ def _power(text: str) -> int:
     try:
         re.compile(text)
     except (re.error, OverflowError) as problem:
-        raise InvalidRequest(f"/{text}/: {problem}") from None
+        raise InvalidRequest(f"/{text}/: {problem}", hint=r"write \. for a point, and \( for a parenthesis") from None
     return max(min(vague + 1, sum(atom.varies for atom in atoms)), 1)
 
 

@@ -147,7 +147,11 @@ class RemadeTensors:
         for move in mapped.moves:
             spec = self._stored.get(move.source.name)
             if spec is None or spec.group != move.source.group:
-                raise StateMismatch(f"tensor {name!r} is made of another group's {move.source.name!r}", tensor=name)
+                raise StateMismatch(
+                    f"tensor {name!r} is made of another group's {move.source.name!r}",
+                    hint="drop it with a statement NAME -> _, or export the checkpoint through the program first",
+                    tensor=name,
+                )
             if spec.dtype != dtype:
                 raise StateMismatch(
                     f"program {self._program!r} casts {name!r} from {spec.dtype} to {dtype}, which shards do not support",
@@ -156,7 +160,9 @@ class RemadeTensors:
                 )
             if dtypes.bits(dtype) % 8 and (move.stepped or move.axes != tuple(range(len(spec.shape)))):
                 raise StateMismatch(
-                    f"tensor {name!r} is {dtype}, whose elements are shorter than a byte and cannot be moved", tensor=name
+                    f"tensor {name!r} is {dtype}, whose elements are shorter than a byte and cannot be moved",
+                    hint="export the checkpoint through the program first, in a dtype of whole bytes",
+                    tensor=name,
                 )
 
     def _remade(self, mapped: MappedTensor, rank: _RankTensors) -> LocalTensor | None:

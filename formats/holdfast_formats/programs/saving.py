@@ -215,7 +215,11 @@ class SavedProgram:
         shapes = shapes_back(back, live, sizes)
         lacking = sorted(name for name in wanted if name not in shapes)
         if lacking:
-            raise StateMismatch(f"the global shape of tensor {lacking[0]!r} is unknown", tensor=lacking[0])
+            raise StateMismatch(
+                f"the global shape of tensor {lacking[0]!r} is unknown",
+                hint="pass the model's config.json, or rules that state its shape",
+                tensor=lacking[0],
+            )
         return {name: shapes[name] for name in wanted}
 
     def wholes(self, wanted: WantedTensors, shapes: Mapping[str, Shape]) -> dict[str, WholeTensor]:
@@ -266,7 +270,9 @@ class SavedProgram:
                 before = planes.setdefault(Plane(wanted.group, end), {}).setdefault(source, spec)
                 if before.dtype != dtype:
                     raise StateMismatch(
-                        f"{name!r} is {dtype}, and others that are made of {source + end!r} are {before.dtype}", tensor=name
+                        f"{name!r} is {dtype}, and others that are made of {source + end!r} are {before.dtype}",
+                        hint="train all of them in one dtype, or save without a program",
+                        tensor=name,
                     )
         compiled = FollowingTensors(self._around, self.stored).planes(planes)._replace(program=self.program.name)
         return compiled, {spec.name: spec for held in planes.values() for spec in held.values()}
@@ -276,7 +282,11 @@ class SavedProgram:
         one = self._around.held[name]
         if not one.moves and 0 not in one.shape:
             why = self._around.added.get(name, "it is all padding")
-            raise InvalidRequest(f"{name!r} is in no tensor of the checkpoint ({why}), so {_REFUSED}", tensor=name)
+            raise InvalidRequest(
+                f"{name!r} is in no tensor of the checkpoint ({why}), so {_REFUSED}",
+                hint="leave it out of the state, or save it with another Checkpointer without program=",
+                tensor=name,
+            )
 
     def _naming(self, work: Callable[[], _Made]) -> _Made:
         try:

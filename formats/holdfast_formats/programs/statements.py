@@ -25,6 +25,7 @@ NUMBERS = ("axis", "num_heads", "num_key_value_groups", "ranks", "src_ranks", "d
 LISTS = ("sizes", "shape")
 TEXTS = ("dtype", "src_dtype", "dst_dtype", "rotary")
 ATTRIBUTES = (*NUMBERS, *LISTS, *TEXTS, "permute", "slice")
+_FORMS = "docs/programs.md#what-statements-do lists every form of a statement"
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<arrow>->)|(?P<comma>,)|(?P<equals>=)|(?P<turn>\^T\b)"
@@ -85,12 +86,17 @@ class _Token(NamedTuple):
 def parse_statements(text: str, sizes: Sequence[str]) -> tuple[ProgramStatement, ...]:
     """All statements of a text, which may use these sizes in braces; `InvalidRequest` with line, column and a hint."""
     if len(text.encode(errors="surrogatepass")) > TEXT_BYTES_MAX:
-        raise InvalidRequest(f"the statements have more than {TEXT_BYTES_MAX} bytes")
+        raise InvalidRequest(
+            f"the statements have more than {TEXT_BYTES_MAX} bytes", hint="write $LAYER_ID or $EXPERT_ID in place of numbers"
+        )
     statements = []
     for number, line in _lines(text):
         statements.append(_Reader(number, line, frozenset(sizes)).statement())
         if len(statements) > STATEMENTS_MAX:
-            raise InvalidRequest(f"line {number}: there are more than {STATEMENTS_MAX} statements")
+            raise InvalidRequest(
+                f"line {number}: there are more than {STATEMENTS_MAX} statements",
+                hint="write $LAYER_ID or $EXPERT_ID in place of numbers",
+            )
     return tuple(statements)
 
 
@@ -345,6 +351,6 @@ class _Reader:
         except InvalidRequest as problem:
             raise self._error(token.column, problem.detail, problem.hint) from None
 
-    def _error(self, column: int, what: str, hint: str = "") -> InvalidRequest:
+    def _error(self, column: int, what: str, hint: str = _FORMS) -> InvalidRequest:
         line = f"line {self._line}, column {column + 1}: {what}"
-        return InvalidRequest(line, hint=hint or "see docs/programs.md for every form", line=self._line, column=column + 1)
+        return InvalidRequest(line, hint=hint, line=self._line, column=column + 1)

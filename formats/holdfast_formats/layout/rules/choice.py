@@ -55,7 +55,10 @@ def _lineage(document: Document) -> list[Document]:
         if base not in documents:
             documents.append(base)
         if len(documents) > EXTENDS_MAX:
-            raise InvalidRequest(f"rules table {document.name!r} extends more than {EXTENDS_MAX} tables")
+            raise InvalidRequest(
+                f"rules table {document.name!r} extends more than {EXTENDS_MAX} tables",
+                hint="extend the most specific table only",
+            )
         waiting += _bases(base)
     return documents
 

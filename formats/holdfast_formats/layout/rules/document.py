@@ -101,7 +101,10 @@ def decode(text: bytes | str) -> dict[str, Any]:
     """Decode TOML text into plain values; `InvalidRequest` with the place of an error, or if it exceeds `TEXT_BYTES_MAX`."""
     data = text.encode() if isinstance(text, str) else text
     if len(data) > TEXT_BYTES_MAX:
-        raise InvalidRequest(f"the rules file has {len(data)} bytes; at most {TEXT_BYTES_MAX} are allowed")
+        raise InvalidRequest(
+            f"the rules file has {len(data)} bytes; at most {TEXT_BYTES_MAX} are allowed",
+            hint="write {layer}, {expert}, {root} and {part} in place of single names",
+        )
     try:
         return toml_text.decode(data)
     except (ValueError, RecursionError) as problem:

@@ -24,21 +24,24 @@ def parse(text: str) -> Expression:
     """Parse an expression into postfix order; `InvalidRequest` names the text that cannot be parsed."""
     if len(text) > CHARACTERS_MAX:
         raise InvalidRequest(
-            f"the expression has {len(text)} characters, at most {CHARACTERS_MAX} are allowed: {text[:40]!r}…"
+            f"the expression has {len(text)} characters, at most {CHARACTERS_MAX} are allowed: {text[:40]!r}…",
+            hint="write it as two sizes, of which one uses the other's keys",
         )
     postfix: list[int | str] = []
     waiting: list[str] = []
     operand = False  # whether the last token ended an operand
     for token in _tokens(text):
         if (token == ")" or token in _BINDING) is not operand:
-            raise InvalidRequest(f"expression {text!r}: unexpected {token!r}")
+            raise InvalidRequest(
+                f"expression {text!r}: unexpected {token!r}", hint="use names, integers, + - * // ?? and parentheses"
+            )
         operand = token == ")" or token not in (*_BINDING, "(")
         if token == "(":
             waiting.append(token)
         elif token == ")":
             _unwind(waiting, postfix, 0)
             if not waiting:
-                raise InvalidRequest(f"expression {text!r}: unmatched ')'")
+                raise InvalidRequest(f"expression {text!r}: unmatched ')'", hint="add the '(' that it ends")
             waiting.pop()
         elif token in _BINDING:
             # `??` is right-associative; a ?? b ?? c is the first of the three that is present either way
@@ -48,7 +51,7 @@ def parse(text: str) -> Expression:
             postfix.append(int(token) if token.isdigit() else token)
     _unwind(waiting, postfix, 0)
     if waiting or not operand:
-        raise InvalidRequest(f"expression {text!r} is incomplete")
+        raise InvalidRequest(f"expression {text!r} is incomplete", hint="it ends with a name, a number or ')'")
     return tuple(postfix)
 
 
@@ -92,7 +95,10 @@ def evaluate(expression: Expression, values: Mapping[str, int]) -> int | None:
             stack.append(_bounded(_apply(term, left, right)))
     (result,) = stack
     if result is not None and result < 0:
-        raise InvalidRequest(f"a size evaluates to {result}, but must not be negative")
+        raise InvalidRequest(
+            f"a size evaluates to {result}, but must not be negative",
+            hint="write a larger number first, or change the keys of config.json",
+        )
     return result
 
 
@@ -103,14 +109,16 @@ def _apply(operator: str, left: int | None, right: int | None) -> int | None:
         return None
     if operator == "//":
         if right == 0:
-            raise InvalidRequest(f"division by zero in a size: {left} // 0")
+            raise InvalidRequest(
+                f"division by zero in a size: {left} // 0", hint="config.json has 0 for the divisor: correct it there"
+            )
         return left // right
     return left + right if operator == "+" else left - right if operator == "-" else left * right
 
 
 def _bounded(value: int | None) -> int | None:
     if value is not None and abs(value) > VALUE_MAX:
-        raise InvalidRequest(f"a size exceeds {VALUE_MAX}")
+        raise InvalidRequest(f"a size exceeds {VALUE_MAX}", hint="correct the numbers in config.json, or the expression")
     return value
 
 
@@ -136,7 +144,7 @@ def sizes_for(sizes: Mapping[str, Expression], config: Mapping[str, Any], what: 
         try:
             size = evaluate(expression, values)
         except InvalidRequest as problem:
-            raise InvalidRequest(f"{what} {name!r} for this config: {problem.detail}") from None
+            raise InvalidRequest(f"{what} {name!r} for this config: {problem.detail}", hint=problem.hint) from None
         if size is not None:
             known[name] = size
     return known

@@ -87,7 +87,10 @@ def places(text: str) -> frozenset[str]:
 def compile_pattern(text: str) -> NamePattern:
     """Compile a pattern in which all words are expanded; `InvalidRequest` with its text if it is invalid or ambiguous."""
     if not 0 < len(text) <= NAME_CHARACTERS_MAX:
-        raise InvalidRequest(f"a pattern must have 1 to {NAME_CHARACTERS_MAX} characters, not {len(text)}: {text[:80]!r}")
+        raise InvalidRequest(
+            f"a pattern must have 1 to {NAME_CHARACTERS_MAX} characters, not {len(text)}: {text[:80]!r}",
+            hint="write a whole name, in which {layer}, {expert}, {root} and {part} may stand",
+        )
     pieces: list[str] = []
     slots: list[OpenNumber | str] = []
     at = 0
@@ -97,10 +100,13 @@ def compile_pattern(text: str) -> NamePattern:
         at = match.end()
     pieces.append(text[at:])
     if not all(pieces[1:-1]):
-        raise InvalidRequest(f"pattern {text!r}: put text between two numeric placeholders, or their boundary is ambiguous")
+        raise InvalidRequest(
+            f"pattern {text!r}: put text between two numeric placeholders, or their boundary is ambiguous",
+            hint="as in experts.{expert}.layer.{layer}",
+        )
     numbers = [slot.variable for slot in slots if isinstance(slot, OpenNumber)]
     if len(numbers) > len(set(numbers)):
-        raise InvalidRequest(f"pattern {text!r} has a placeholder twice")
+        raise InvalidRequest(f"pattern {text!r} has a placeholder twice", hint="use {layer} and {expert} once each")
     if any("{" in piece or "}" in piece or _GAP in piece for piece in pieces):
         raise InvalidRequest(
             f"cannot parse pattern {text!r}",
@@ -123,7 +129,10 @@ def expand(texts: Sequence[str], words: Mapping[str, Sequence[str]]) -> list[tup
     used = sorted(frozenset().union(*map(places, texts)) - set(NUMBERED))
     for place in used:
         if not words.get(place):
-            raise InvalidRequest(f"{' and '.join(map(repr, texts[:2]))}: no values are listed for {{{place}}}")
+            raise InvalidRequest(
+                f"{' and '.join(map(repr, texts[:2]))}: no values are listed for {{{place}}}",
+                hint=f'add {place} = ["…", "…"] to the {"table" if place == "root" else "entry"}',
+            )
     expanded = []
     for choice in product(*(words[place] for place in used)):
         written = dict(zip(used, choice, strict=True))

@@ -82,7 +82,8 @@ class Rules:
             return Rule(*rule[:6], stage, None, None, rule.unit)
         if self.experts is not None and expert >= self.experts:
             raise StateMismatch(
-                f"tensor {name!r} belongs to expert {expert}, but the config has only {self.experts} experts"
+                f"tensor {name!r} belongs to expert {expert}, but the config has only {self.experts} experts",
+                hint="num_experts in config.json must count all of them, or choose another table with rules=",
             )
         return Rule(*rule[:6], stage, expert, self.experts, rule.unit)
 
@@ -153,7 +154,9 @@ class Rules:
         try:
             return evaluate(size, self._sizes)
         except InvalidRequest as problem:
-            raise InvalidRequest(f"rules table {self.name!r}, {pattern.text!r}: {problem.detail}") from None
+            raise InvalidRequest(
+                f"rules table {self.name!r}, {pattern.text!r}: {problem.detail}", hint=problem.hint
+            ) from None
 
 
 def _groups(row: FusionRow, units: tuple[int, int] | None) -> int:

@@ -75,9 +75,7 @@ def compile_table(lineage: Sequence[Document]) -> RuleTable:
     try:
         return _compiled(own, lineage)
     except InvalidRequest as problem:
-        raise InvalidRequest(
-            f"rules table {own.name!r}: {problem.detail}", hint=problem.hint or "see docs/rules.md"
-        ) from None
+        raise InvalidRequest(f"rules table {own.name!r}: {problem.detail}", hint=problem.hint) from None
 
 
 def _compiled(own: Document, lineage: Sequence[Document]) -> RuleTable:
@@ -115,7 +113,10 @@ def _check_size(lineage: Sequence[Document], roots: Sequence[str]) -> None:
         listed += [(entry.names, entry.part) for entry in doc.synonyms]
         patterns += sum(count(found, {"root": roots, "part": part}) for found, part in listed)
     if patterns > PATTERNS_MAX:
-        raise InvalidRequest(f"{patterns} names with {{root}} and {{part}} written out, {PATTERNS_MAX} are allowed")
+        raise InvalidRequest(
+            f"{patterns} names with {{root}} and {{part}} written out, {PATTERNS_MAX} are allowed",
+            hint="list fewer words in root and part, or write more entries with {layer} and {expert}",
+        )
 
 
 def _texts(text: str | list[str]) -> list[str]:
@@ -134,7 +135,10 @@ def _sized(size: str | int, known: Iterable[str]) -> Expression:
     expression = _expression(size)
     unknown = sorted(names_in(expression) - set(known))
     if unknown:
-        raise InvalidRequest(f"{size!r} uses {unknown[0]!r}, which is not in [sizes]")
+        raise InvalidRequest(
+            f"{size!r} uses {unknown[0]!r}, which is not in [sizes]",
+            hint=f'add {unknown[0]} = "a key of config.json" to [sizes]',
+        )
     return expression
 
 
@@ -147,7 +151,9 @@ def _tensors(lineage: Sequence[Document], roots: Sequence[str], known: Iterable[
                 row = _row(entry, text, known)
                 for (pattern,) in expand([text], {"root": roots, "part": entry.part}):
                     if pattern in said:
-                        raise InvalidRequest(f"{pattern.text!r} is defined twice")
+                        raise InvalidRequest(
+                            f"{pattern.text!r} is defined twice", hint="remove one of the two entries in [[tensors]]"
+                        )
                     said[pattern] = row
         tensor_rows |= {pattern: row for pattern, row in said.items() if pattern not in tensor_rows}
     return tensor_rows
@@ -162,16 +168,26 @@ def _row(entry: document.TensorRule, name: str, known: Iterable[str]) -> TensorR
             f"{name!r} has no {{layer}}, so its stage must be given", hint='stage = "first", "last" or "every"'
         )
     if stage == "layer" and "layer" not in inside:
-        raise InvalidRequest(f'{name!r} has stage = "layer", but no {{layer}}')
+        raise InvalidRequest(
+            f'{name!r} has stage = "layer", but no {{layer}}',
+            hint='write {layer} in the name, or stage = "first", "last" or "every"',
+        )
     if entry.cut is None:
         spare = next((key for key in ("by", "units", "otherwise") if getattr(entry, key) is not None), "")
         if spare or entry.vocabulary:
-            raise InvalidRequest(f"{name!r} has {spare or 'vocabulary'}, but no `cut` dimension")
+            raise InvalidRequest(
+                f"{name!r} has {spare or 'vocabulary'}, but no `cut` dimension", hint="add cut = 0, or remove the key"
+            )
         return TensorRow(shape, None, "", None, "", "replicate", False, stage)
     if shape is not None and entry.cut >= len(shape):
-        raise InvalidRequest(f"{name!r} has {len(shape)} dimensions, so dimension {entry.cut} cannot be cut")
+        raise InvalidRequest(
+            f"{name!r} has {len(shape)} dimensions, so dimension {entry.cut} cannot be cut",
+            hint=f"a dimension from 0 to {len(shape) - 1}",
+        )
     if entry.vocabulary and entry.cut:
-        raise InvalidRequest(f"{name!r}: a vocabulary is cut along dimension 0, not {entry.cut}")
+        raise InvalidRequest(
+            f"{name!r}: a vocabulary is cut along dimension 0, not {entry.cut}", hint="write cut = 0, or remove vocabulary"
+        )
     return TensorRow(
         shape=shape,
         cut=entry.cut,
@@ -195,7 +211,7 @@ def _fusions(
             heads = None if entry.heads is None else (_sized(entry.heads[0], known), _sized(entry.heads[1], known))
             for name, *of in expand([entry.name, *entry.of], {"root": roots, "part": entry.part}):
                 if name in said or name in tensors:
-                    raise InvalidRequest(f"{name.text!r} is defined twice")
+                    raise InvalidRequest(f"{name.text!r} is defined twice", hint="remove one of the two entries")
                 _check_atoms(entry, of, tensors)
                 said[name] = FusionRow(entry.kind, name, tuple(of), entry.dimension, heads, entry.found, entry.stored)
         fusion_rows |= {pattern: row for pattern, row in said.items() if pattern not in fusion_rows}
@@ -206,31 +222,45 @@ def _check_fusion(entry: document.FusionRule) -> None:
     inside = places(entry.name)
     wanted = (inside | {"expert"}) if entry.kind == "experts" else inside
     if entry.kind == "experts" and "expert" in inside:
-        raise InvalidRequest(f"{entry.name!r} holds all experts, so its name has no {{expert}}")
+        raise InvalidRequest(
+            f"{entry.name!r} holds all experts, so its name has no {{expert}}",
+            hint="take {expert} out of the name; the names in `of` keep it",
+        )
     for text in entry.of:
         if places(text) != wanted:
             placeholders, should = (
                 ", ".join(f"{{{word}}}" for word in sorted(words)) or "none" for words in (places(text), wanted)
             )
             raise InvalidRequest(
-                f"{entry.name!r} is made of {text!r}, which has the placeholders {placeholders} instead of {should}"
+                f"{entry.name!r} is made of {text!r}, which has the placeholders {placeholders} instead of {should}",
+                hint="write the same placeholders in `name` and `of`; of experts, {expert} is in `of` only",
             )
     if len(set(entry.of)) < len(entry.of):
-        raise InvalidRequest(f"{entry.name!r} lists a tensor twice")
+        raise InvalidRequest(f"{entry.name!r} lists a tensor twice", hint="remove the second")
     if entry.kind == "qkv" and (len(entry.of) != 3 or entry.heads is None):
-        raise InvalidRequest(f"{entry.name!r} must list query, key and value, and give its heads and key-value heads")
+        raise InvalidRequest(
+            f"{entry.name!r} must list query, key and value, and give its heads and key-value heads",
+            hint='as in of = ["q", "k", "v"] and heads = ["heads", "kv_heads"]',
+        )
     if entry.found != "contiguous" and entry.heads is None:
-        raise InvalidRequest(f'{entry.name!r} has found = "{entry.found}", but no `heads`')
+        raise InvalidRequest(
+            f'{entry.name!r} has found = "{entry.found}", but no `heads`',
+            hint='add heads = ["heads", "kv_heads"], or write found = "contiguous"',
+        )
 
 
 def _check_atoms(entry: document.FusionRule, of: Sequence[NamePattern], tensors: Mapping[NamePattern, TensorRow]) -> None:
     for pattern in of:
         row = tensors.get(pattern)
         if row is None:
-            raise InvalidRequest(f"{entry.name!r} is made of {pattern.text!r}, which has no [[tensors]] entry")
+            raise InvalidRequest(
+                f"{entry.name!r} is made of {pattern.text!r}, which has no [[tensors]] entry",
+                hint="add [[tensors]] with this name",
+            )
         if row.shape is not None and entry.dimension >= len(row.shape):
             raise InvalidRequest(
-                f"{entry.name!r} joins dimension {entry.dimension} of {pattern.text!r}, which has fewer dimensions"
+                f"{entry.name!r} joins dimension {entry.dimension} of {pattern.text!r}, which has fewer dimensions",
+                hint="change `dimension` of the entry, or the tensor's shape",
             )
 
 
@@ -261,7 +291,8 @@ def _ties(lineage: Sequence[Document], roots: Sequence[str]) -> Iterator[TieRow]
         for tie in doc.ties:
             if places(tie.alias) or places(tie.target) - {"root"}:
                 raise InvalidRequest(
-                    f"{tie.alias!r} is tied to {tie.target!r}: only the target may have a placeholder, and only {{root}}"
+                    f"{tie.alias!r} is tied to {tie.target!r}: only the target may have a placeholder, and only {{root}}",
+                    hint="write one [[ties]] for each name, without other placeholders",
                 )
             if tie.alias not in aliases:
                 targets = tuple(target.text for (target,) in expand([tie.target], {"root": roots}))
@@ -276,10 +307,14 @@ def _synonyms(
     for entry in (entry for doc in lineage for entry in doc.synonyms):
         if len({places(text) for text in entry.names}) > 1:
             named = " and ".join(map(repr, entry.names))
-            raise InvalidRequest(f"{named} cannot be synonyms: their placeholders differ")
+            raise InvalidRequest(
+                f"{named} cannot be synonyms: their placeholders differ", hint="write the same placeholders in all names"
+            )
         for patterns in expand(entry.names, {"root": roots, "part": entry.part}):
             for pattern in patterns:
                 if pattern not in tensors:
-                    raise InvalidRequest(f"{pattern.text!r} is a synonym, but has no [[tensors]] entry")
+                    raise InvalidRequest(
+                        f"{pattern.text!r} is a synonym, but has no [[tensors]] entry", hint="add [[tensors]] with this name"
+                    )
                 synonyms.setdefault(pattern, tuple(other for other in patterns if other != pattern))
     return synonyms
