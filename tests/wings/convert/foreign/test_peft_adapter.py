@@ -57,7 +57,7 @@ def test_what_is_no_adapter(directory: Path) -> None:
     with pytest.raises(StateMismatch, match=r"adapter_model\.bin has no tensors"):
         read()
     torch.save({**STATE, "config": CONFIG}, directory / "adapter_model.bin")
-    with pytest.raises(StateMismatch, match=r"adapter_model.bin has 'config', which is a dict, not a named tensor"):
+    with pytest.raises(StateMismatch, match=r"adapter_model.bin has 'config', which is a dict, not a tensor"):
         read()
     torch.save({f"{PREFIX}.lora_A.weight": torch.ones(2, dtype=torch.int8)}, directory / "adapter_model.bin")
     with pytest.raises(StateMismatch, match="looks like quantised weights"):

@@ -151,7 +151,9 @@ def test_two_models(tmp_path: Path) -> None:
     check(tmp_path, read(tmp_path, {"net": model.state_dict(), "epoch": 3}), "model", model.state_dict())
 
 
-@pytest.mark.parametrize("key", ["ema", "model_ema", "ema_state_dict"])
+@pytest.mark.parametrize(
+    "key", ["ema", "model_ema", "ema_state_dict", "state_dict_ema", "ema_model", "ema_model_state_dict"]
+)
 def test_averages(tmp_path: Path, key: str) -> None:
     """An average has the model's names; tensors of other names are in group extra."""
     model, _ = trained()
@@ -159,6 +161,45 @@ def test_averages(tmp_path: Path, key: str) -> None:
     check(tmp_path, read(tmp_path, {"model": model.state_dict(), key: average}), "ema", average)
     listing = read(tmp_path, {"model": model.state_dict(), key: {"decay": torch.ones(2)}})
     assert names(listing, "extra") == {f"{key}/decay"} and not names(listing, "ema")
+
+
+def test_averages_of_torch(tmp_path: Path) -> None:
+    """AveragedModel counts its updates beside the names: the count is in group extra."""
+    model, _ = trained()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    listing = read(tmp_path, {"model": model.state_dict(), "ema_model": average.state_dict()})
+    check(tmp_path, listing, "ema", average.module.state_dict())
+    check(tmp_path, listing, "extra", {"ema_model/n_averaged": average.n_averaged})
+
+
+def test_numbers_as_names(tmp_path: Path) -> None:
+    """Tensors by number are named by its digits; a number that is a name too is refused."""
+    tensors = {0: torch.ones(2), 1: torch.zeros(3), "-1": torch.ones(1)}
+    for value in (tensors, {"model": tensors}):
+        check(tmp_path, read(tmp_path, value), "model", {str(key): one for key, one in tensors.items()})
+    with pytest.raises(StateMismatch, match="has the number 1 and the text '1' as names") as error:
+        read(tmp_path, {**tensors, "1": torch.ones(1)})
+    assert "--leave-out 1" in error.value.hint
+    assert names(read(tmp_path, {**tensors, "1": torch.ones(1)}, "1"), "model") == {"0", "-1"}
+
+
+@pytest.mark.parametrize(
+    ("value", "said", "hint"),
+    [
+        ({(0, 1): torch.ones(1), "a": torch.ones(1)}, r"has the key \(0, 1\), which is not a name", "f'{key}_': tensor"),
+        ({0: {"w": torch.ones(1)}, 1: {"w": torch.ones(1)}}, "has no tensors in model: 0 is a dict", "{'NAME': tensor}"),
+        ([torch.ones(1)], "holds a list, not a state dict", "{'NAME': tensor}"),
+        (nn.Linear(1, 1), "holds a torch.nn.modules.linear.Linear object", "torch.save(model.state_dict(), FILE)"),
+        ({"model": nn.Linear(1, 1), "ema": nn.Linear(1, 1)}, "object as 'model'", "saved['model'].state_dict()"),
+        ({"-x": 3, "w.w": torch.ones(1)}, "has '-x', which is a int", "--leave-out=-x"),
+    ],
+    ids=lambda part: "",
+)
+def test_what_is_no_state_dict(tmp_path: Path, value: Any, said: str, hint: str) -> None:
+    """Is refused with the line of code, or the option, that helps."""
+    with pytest.raises(StateMismatch, match=said) as error:
+        read(tmp_path, value)
+    assert hint in error.value.hint
 
 
 def test_tensors_beside_the_model(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_state_dict_alone(directory: Path, ending: str) -> None:
     ("value", "key"),
     [
         ({"w": torch.ones(2), "step": 3}, "step"),
-        ({"w": torch.ones(2), 5: torch.ones(2)}, "5"),
+        ({"w": torch.ones(2), 5.5: torch.ones(2)}, "5.5"),
         ({"state_dict": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}, "optimizer"),
         ({"state_dict": {"w": torch.ones(2)}, "model": {"w": torch.ones(2)}}, "model"),
         ([torch.ones(2)], ""),

@@ -149,7 +149,7 @@ def _kept(documents: Mapping[str, Mapping[str, Any]], left: LeftOutParts) -> dic
 
 def option(pattern: str) -> str:
     """The option that leaves out a name, as a shell reads it."""
-    return f"--leave-out {shlex.quote(pattern)}"
+    return f"--leave-out{'=' if pattern.startswith('-') else ' '}{shlex.quote(pattern)}"
 
 
 def way_on(names: Iterable[str], weights: bool = False) -> str:

@@ -4,7 +4,7 @@
     state_dict, model_state_dict, model, module              model    those of the state dict
     the only other state dict, if there is none of these     model    those of the state dict
     several others, each under k                             k        those of the state dict
-    state_dict_ema, model_ema, ema with the model's names    ema      the model's
+    state_dict_ema, model_ema, ema … with the model's names  ema      the model's
     a torch optimizer                                        optim    NAME/KIND, or NUMBER/KIND without names
     any other tensor or value under k                        extra    k, k/…, and the document k
 
@@ -20,16 +20,21 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InvalidRequest, Refused
 from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.listing import ForeignTensor, RefusedPart
-from holdfast_service.wings.convert.foreign import torch_optimizer, torch_values
+from holdfast_service.wings.convert.foreign import pickles, torch_optimizer, torch_values
 from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing, Unread, ValuePlace
-from holdfast_service.wings.convert.foreign.pickles import AnyArray
+from holdfast_service.wings.convert.foreign.pickles import AnyArray, PickledOpaque
 from holdfast_service.wings.convert.foreign.torch_values import StateDict
 from holdfast_service.wings.convert.foreign.trainers import numbered_optimizers
 from holdfast_service.wings.convert.foreign.trainers.numbered_optimizers import HeldOptimizer
 
 MODEL, EMA, EXTRA = "model", "ema", "extra"
 NESTED = ("state_dict", "model_state_dict", "model", "module")  # keys under which programs put the model's
-_AVERAGES = ("state_dict_ema", "model_ema", "ema", "ema_state_dict", "ema_model")
+_AVERAGES = ("state_dict_ema", "model_ema", "ema", "ema_state_dict", "ema_model", "ema_model_state_dict")
+_COUNT = "n_averaged"  # of torch's own AveragedModel, beside the names
+_STATE_DICT = (
+    "save its state dict: saved = torch.load(FILE, weights_only=False), with the program that wrote it; then "
+    "saved['{0}'] = saved['{0}'].state_dict(), and torch.save(saved, FILE)"
+)
 _WRAPPERS = ("module.", "_orig_mod.")
 _RESERVED = ("rng", "ranks")  # keys of group extra that mean something in a checkpoint
 _STEPS = ("global_step", "iter_num", "step", "iteration")
@@ -48,6 +53,10 @@ def parts(value: Any, file: str) -> TorchParts:
     keyed = value if isinstance(value, dict) else {}
     nested = [key for key in NESTED if isinstance(keyed.get(key), dict)]
     own = [] if nested else _own_models(keyed)
+    whole = next((key for key in NESTED if isinstance(keyed.get(key), PickledOpaque)), None)
+    if whole is not None and not nested and not own:
+        what = f"has a {pickles.kind_of(keyed[whole])} as {whole!r}, not its state dict"
+        raise torch_values.mismatch(file, whole, what, _STATE_DICT.format(whole))
     if not nested and not own:
         return _bare(value, file)
     groups = {key: MODEL for key in (nested or own)[:1]} if nested or len(own) == 1 else {key: key for key in own}
@@ -62,9 +71,10 @@ def parts(value: Any, file: str) -> TorchParts:
     names = {tensor.spec.name for tensor in found.tensors if tensor.spec.group == MODEL}
     averages = [key for key in _AVERAGES if key not in groups and _is_average(keyed.get(key), names)][:1]
     for key in averages:
-        made, _ = _unwrapped(keyed[key], file, EMA)
-        found = found._replace(tensors=found.tensors + made.tensors)
+        made, _ = _unwrapped(_averaged(keyed[key]), file, EMA)
+        found = found._replace(tensors=found.tensors + made.tensors, refused=found.refused + made.refused)
     beside = {str(key): one for key, one in keyed.items() if key not in (*groups, *nested, *averages)}
+    beside |= {key: {_COUNT: keyed[key][_COUNT]} for key in averages if _COUNT in keyed[key]}
     return TorchParts(found, beside, tuple(notes))
 
 
@@ -127,8 +137,14 @@ def _is_state_dict(value: Any) -> bool:
 def _is_average(value: Any, names: set[str]) -> bool:
     if not _is_state_dict(value):
         return False
-    prefix = _prefix(value)
-    return {name.removeprefix(prefix) for name in value} <= names
+    averaged = _averaged(value)
+    prefix = _prefix(averaged)
+    return {name.removeprefix(prefix) for name in averaged} <= names
+
+
+def _averaged(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of an average's state dict, without their count."""
+    return {name: one for name, one in value.items() if name != _COUNT}
 
 
 def _unwrapped(value: Any, file: str, group: str) -> tuple[StateDict, str]:

@@ -9,7 +9,14 @@ from holdfast_formats.errors import CheckpointError, InvalidRequest, Refused, St
 from holdfast_formats.mapping.listing import ForeignTensor, RefusedPart
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import json_values, pickles
-from holdfast_service.wings.convert.foreign.pickles import AnyArray, LatinArray, LatinDecoder
+from holdfast_service.wings.convert.foreign.pickles import AnyArray, LatinArray, LatinDecoder, PickledOpaque
+
+_BY_NAME = "save the tensors by name, with the program that wrote it: torch.save({'NAME': tensor}, FILE)"
+_RENAMED = "give each tensor its own name: torch.save({f'{key}_': tensor for key, tensor in saved.items()}, FILE)"
+_STATE_DICT = (
+    "save its state dict: model = torch.load(FILE, weights_only=False), with the program that wrote it; then "
+    "torch.save(model.state_dict(), FILE)"
+)
 
 
 def tensor(array: AnyArray, group: str, name: str) -> ForeignTensor:
@@ -36,21 +43,33 @@ class StateDict(NamedTuple):
 
 
 def state_dict(value: Any, file: str, group: str) -> StateDict:
-    """The tensors of a state dict by name; its other entries are refused. `StateMismatch` if it is no dict."""
+    """The tensors of a state dict by name, of a number by its digits; its other entries are refused.
+
+    `StateMismatch` if it is no dict, or has no tensor at all.
+    """
     if not isinstance(value, dict):
-        raise mismatch(file, "", f"holds a {pickles.kind_of(value)}, not a state dict")
+        hint = _STATE_DICT if isinstance(value, PickledOpaque) else _BY_NAME
+        raise mismatch(file, "", f"holds a {pickles.kind_of(value)}, not a state dict", hint)
+    if value and not any(isinstance(one, AnyArray) for one in value.values()):
+        key, one = next(iter(value.items()))
+        raise mismatch(file, "", f"has no tensors in {group}: {key!r} is a {pickles.kind_of(one)}", _BY_NAME)
     tensors, refused = [], []
     for name, array in value.items():
         try:
+            if type(name) is int and str(name) in value:
+                raise mismatch(file, str(name), f"has the number {name} and the text {str(name)!r} as names", _RENAMED)
             tensors.append(_entry(name, array, file, group))
         except Refused as error:
             refused.append(RefusedPart(str(name), error, group))
     return StateDict(tuple(tensors), tuple(refused))
 
 
-def _entry(name: Any, array: Any, file: str, group: str) -> ForeignTensor:
-    if not isinstance(name, str) or not isinstance(array, AnyArray):
-        raise mismatch(file, str(name), f"has {name!r}, which is a {pickles.kind_of(array)}, not a named tensor")
+def _entry(key: Any, array: Any, file: str, group: str) -> ForeignTensor:
+    if type(key) not in (str, int):
+        raise mismatch(file, str(key), f"has the key {key!r}, which is not a name", _RENAMED)
+    name = str(key)
+    if not isinstance(array, AnyArray):
+        raise mismatch(file, name, f"has {name!r}, which is a {pickles.kind_of(array)}, not a tensor")
     if array.dtype == "U16" and (isinstance(array, LatinArray) or not array.storage):
         what = f"has {name!r}, a numpy array of U16: these may be bfloat16 values, which numpy writes as integers"
         raise mismatch(file, name, what, "save it as a torch tensor, of dtype torch.uint16 or torch.bfloat16")
