@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
@@ -40,11 +41,14 @@ from holdfast_service.control.checkpoints import run_files
 from holdfast_service.daemon.arena import holder
 from holdfast_service.storage.memory import MemoryTier
 from holdfast_service.wings.convert.foreign.gguf import kinds as gguf
+from holdfast_service.wings.convert.foreign.nemo import kinds as nemo
+from holdfast_service.wings.convert.foreign.nemo.archive import ArchivedFiles
 from holdfast_service.wings.convert.foreign.orbax import kinds as orbax
 from holdfast_service.wings.convert.foreign.trainers import trainer
 from tests.wings.convert.foreign.gguf.files import LLAMA as GGUF_METADATA
 from tests.wings.convert.foreign.gguf.files import encoded as gguf_file
 from tests.wings.convert.foreign.gguf.files import llama
+from tests.wings.convert.foreign.nemo import archives as nemo_files
 from tests.wings.convert.foreign.orbax import files as orbax_files
 from tests.wings.convert.foreign.trainers import directories as trainers
 
@@ -151,6 +155,14 @@ def _gguf(data: bytes) -> None:
     gguf.read(tier, ReadOptions())
 
 
+def _nemo(data: bytes) -> None:
+    """An archive, and the checkpoint in it."""
+    tier = MemoryTier()
+    tier.replace("m.nemo", data)
+    for tensor in nemo.read(ArchivedFiles(tier, "m.nemo"), ReadOptions()).tensors.values():
+        reading.fetched(ArchivedFiles(tier, "m.nemo"), tensor)
+
+
 def _orbax(name: str, files: Mapping[str, bytes], data: bytes) -> None:
     """A file of a checkpoint, of which the others are whole; all of it is read."""
     tier = MemoryTier()
@@ -235,6 +247,12 @@ _FILES = tuple(path.read_bytes() for path in sorted(GOLDEN.glob("*.safetensors")
 
 _GGUF = tuple(gguf_file(GGUF_METADATA, {name: one for name, one, _ in llama(dtype).values()}) for dtype in ("f4", "f2"))
 
+_NEMO = io.BytesIO()
+torch.save({"w": torch.ones(2), "b": torch.zeros(3, dtype=torch.bfloat16)}, _NEMO)
+_NEMO_TAR = nemo_files.packed(
+    nemo_files.member("./model_config.yaml", b"a: 1"), nemo_files.member("./model_weights.ckpt", _NEMO.getvalue())
+)
+
 _ARRAYS = orbax_files.zarr("params.w", np.arange(1, 13, dtype="f4"), (5,)) | orbax_files.zarr_3(
     "step", np.arange(1, 5), (4,), (2,)
 )
@@ -250,6 +268,7 @@ _TRAINER = (
 PARSERS = (
     *(Parser(f"trainer-{one.name.partition('.')[0]}", one.parse, (one.pickle,), bytes_changed) for one in _TRAINER),
     *(Parser(name, partial(_orbax, file, _ORBAX), (_ORBAX[file],), bytes_changed) for name, file in _ORBAX_FILES.items()),
+    Parser("nemo", _nemo, (_NEMO_TAR, gzip.compress(_NEMO_TAR)), bytes_changed),
     Parser("gguf", _gguf, _GGUF, bytes_changed),
     Parser("safetensors", _safetensors, _FILES, _framed_8),
     Parser("manifest", _manifest, ((GOLDEN / naming.MANIFEST).read_bytes(),)),

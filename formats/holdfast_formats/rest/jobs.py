@@ -50,7 +50,7 @@ IMPORT_KINDS = {
     "paddle-lora": "a LoRA adapter of Paddle",
     "dcp": "a checkpoint of torch.distributed.checkpoint",
     "megatron": "a checkpoint of Megatron-core (torch_dist)",
-    "nemo": "a checkpoint of NeMo 2",
+    "nemo": "a checkpoint of NeMo",
 }
 EXPORT_KINDS = {
     "hf": "a Hugging Face directory",

@@ -1,5 +1,5 @@
-"""The source of an import: a directory, one file with the configuration and tokenizer beside it, or a model's directory in
-the cache of huggingface_hub, which means its snapshot.
+"""The source of an import: a directory, one file with the configuration and tokenizer beside it, the files in an archive of
+NeMo, or a model's directory in the cache of huggingface_hub, which means its snapshot.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.files import Files
 from holdfast_service.storage import hub_snapshot, read_once, tier_at
 from holdfast_service.wings.convert.foreign import file_signs
+from holdfast_service.wings.convert.foreign.nemo import archive
+from holdfast_service.wings.convert.foreign.nemo.archive import ArchivedFiles
 
 COMPANIONS = re.compile(
     r"(adapter_|generation_|preprocessor_|processor_)?config\.json|merges\.txt|vocab\.(json|txt)|.+\.(model|tiktoken)"
@@ -68,7 +70,7 @@ def open_source(path: Path) -> Files:
     if path.is_file():
         in_snapshot = path.parent.resolve()  # where it is a link to a blob without a name
         place = in_snapshot / path.name if in_snapshot.parent.name == SNAPSHOTS else path.resolve()
-        return OneFile(read_once(hub_snapshot.opened(place.parent)), place.name)
+        return _one_file(read_once(hub_snapshot.opened(place.parent)), place.name)
     return hub_snapshot.opened(_snapshot(path.resolve()))
 
 
@@ -82,7 +84,11 @@ def open_below(place: Path, below: str) -> Files:
     directory = _opened_below(place, parent) if name in whole.list(parent) else whole
     if (directory is whole and parent) or directory.size(name) is None:
         raise InvalidRequest(f"there is no {below!r} with files below the export root", hint="check the path")
-    return OneFile(read_once(directory), name)
+    return _one_file(read_once(directory), name)
+
+
+def _one_file(directory: Files, name: str) -> Files:
+    return ArchivedFiles(directory, name) if name.endswith(archive.ENDING) else OneFile(directory, name)
 
 
 def _opened_below(place: Path, below: str) -> Files:

@@ -55,9 +55,9 @@ def test_what_stands_for_a_file(tmp_path: Path, name: str, data: bytes, said: st
 
 def test_archives(tmp_path: Path) -> None:
     """What to do with an archive in a directory, and with one that was named in place of a directory."""
-    (tmp_path / "model.nemo").write_bytes(b"x")
-    with pytest.raises(InvalidRequest, match=r"model\.nemo is a file that holds others") as caught:
-        check_source(tmp_path / "model.nemo")
+    (tmp_path / "model.tar").write_bytes(b"x")
+    with pytest.raises(InvalidRequest, match=r"model\.tar is a file that holds others") as caught:
+        check_source(tmp_path / "model.tar")
     assert "unpack it" in caught.value.hint
     with pytest.raises(StateMismatch) as unknown:
         choose(hub_snapshot.opened(tmp_path), None, KINDS)

@@ -63,10 +63,13 @@ def test_one_checkpoint_of_several_is_named(tmp_path: Path) -> None:
 
 
 def test_anything_else(tmp_path: Path) -> None:
-    """Its files are listed, an archive is to be unpacked, and all kinds are."""
+    """Its files are listed, an archive is to be unpacked or imported itself, and all kinds are."""
     with pytest.raises(StateMismatch, match=r"no known kind of checkpoint has these files: notes\.txt") as refused:
         choose(put(tmp_path / "a", {"notes.txt": b""}), None, KINDS)
     assert "a Hugging Face model" in (refused.value.hint or "")
     with pytest.raises(StateMismatch) as refused:
-        choose(put(tmp_path / "b", {"model.nemo": b""}), None, KINDS)
+        choose(put(tmp_path / "b", {"model.tgz": b""}), None, KINDS)
     assert "unpack" in (refused.value.hint or "")
+    with pytest.raises(StateMismatch) as refused:
+        choose(put(tmp_path / "c", {"model.nemo": b"", "notes.txt": b""}), None, KINDS)
+    assert refused.value.hint == "import the archive itself: SRC/model.nemo"

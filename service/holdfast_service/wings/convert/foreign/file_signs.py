@@ -12,7 +12,7 @@ CONFIG_BYTES_MAX = 2**24
 HEAD_BYTES = 64
 _POINTER = b"version https://git-lfs"
 _PAGES = (b"<!doctype html", b"<html")
-_ARCHIVES = (".nemo", ".tar", ".tar.gz", ".tgz", ".zip")
+_ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 
 
 def absent(files: Files, path: str, why: str = "") -> CheckpointError:
@@ -59,7 +59,4 @@ def read_object(files: Files, path: str, bytes_max: int = CONFIG_BYTES_MAX) -> d
 
 def archive(name: str) -> str:
     """Advice for an archive, by its name; empty for anything else."""
-    if not name.endswith(_ARCHIVES):
-        return ""
-    kind = "a NeMo archive (tar)" if name.endswith(".nemo") else "an archive"
-    return f"{name} is {kind}: unpack it into a directory and import the directory"
+    return f"{name} is an archive: unpack it into a directory and import the directory" if name.endswith(_ARCHIVES) else ""

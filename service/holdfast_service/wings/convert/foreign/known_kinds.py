@@ -7,6 +7,7 @@ from holdfast_service.wings.convert.foreign.dcp import kinds as dcp
 from holdfast_service.wings.convert.foreign.deepspeed import kinds as deepspeed
 from holdfast_service.wings.convert.foreign.gguf import kinds as gguf
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
+from holdfast_service.wings.convert.foreign.nemo import kinds as nemo
 from holdfast_service.wings.convert.foreign.orbax import kinds as orbax
 from holdfast_service.wings.convert.foreign.paddle import flex, lora, sharding_io, unified
 from holdfast_service.wings.convert.foreign.trainers import accelerate, trainer
@@ -28,4 +29,5 @@ KINDS: tuple[ForeignKind, ...] = (
     sharding_io.KIND,
     lora.KIND,
     *dcp.KINDS,
+    nemo.KIND,
 )

@@ -10,6 +10,7 @@ from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_service.wings.convert.foreign import file_signs
+from holdfast_service.wings.convert.foreign.nemo.archive import ENDING
 
 HEAD_BYTES = 2**16  # of a pickle, in which the modules of its first objects are named
 NAMED_MAX = 8
@@ -80,7 +81,8 @@ _MODULES = {
 def refuse(files: Files, titles: Iterable[str]) -> StateMismatch:
     """The error for a directory that no kind recognises: what it is, if its names say that."""
     names = files.list("")
-    packed = next((archive for name in names if (archive := file_signs.archive(name))), None)
+    nemo = next((f"import the archive itself: SRC/{name}" for name in names if name.endswith(ENDING)), None)
+    packed = nemo or next((archive for name in names if (archive := file_signs.archive(name))), None)
     for sign in _SIGNS:
         found = [next((name for name in names if re.fullmatch(pattern, name)), None) for pattern in sign.names]
         if all(found):

@@ -1,6 +1,6 @@
-"""Checkpoints of Megatron-core and NeMo: layers and experts that are stacked, optimizer state by weight, common state.
+"""Checkpoints of Megatron-core: layers and experts that are stacked, optimizer state by weight, common state.
 
-The structures and names are those of megatron-core 0.12 to 0.16 and NeMo 2; torch's own writer makes the files. What
+The structures and names are those of megatron-core 0.12 to 0.16; torch's own writer makes the files. What
 megatron-core 0.16.1 itself writes is read in `tests/integrations/megatron`.
 """
 
@@ -142,30 +142,6 @@ def test_the_newest_form(tmp_path: Path) -> None:
     as_is = _listing(tmp_path, as_is=True)
     assert {key.name for key in as_is.tensors} == set(state) - {"common_state/shard_0_1"}
     assert {key.group for key in as_is.tensors} == {"model"}
-
-
-def test_nemo(tmp_path: Path) -> None:
-    """The same in weights/, with `module.` before the names, and the model's configuration in context/."""
-    state = {
-        "module.output_layer.weight": torch.ones(2),
-        "optimizer.state.exp_avg.module.output_layer.weight": torch.zeros(2),
-    }
-    _save(tmp_path / "weights", [state], {"global_step": 5, "optimizer": [{"param_groups": [{"step": 5}]}]})
-    (tmp_path / "context").mkdir()
-    (tmp_path / "context" / "model.yaml").write_text("_target_: x\n")
-    files = DirectoryFiles(tmp_path)
-    listing = kinds.read_nemo(files, ReadOptions())
-    assert_same(tmp_path, listing, "model", {"output_layer.weight": torch.ones(2)})
-    steps = {"output_layer.weight/exp_avg": torch.zeros(2), "output_layer.weight/step": torch.tensor(5.0)}
-    assert_same(tmp_path, listing, "optim", steps)
-    assert listing.step == 5
-    assert {use.file: use.use for use in listing.files} == {
-        "context/model.yaml": "unused",
-        "weights/.metadata": "state",
-        "weights/__0_0.distcp": "tensors",
-        "weights/common.pt": "state",
-        "weights/metadata.json": "state",
-    }
 
 
 def test_what_cannot_be_named_is_kept_and_said(tmp_path: Path) -> None:

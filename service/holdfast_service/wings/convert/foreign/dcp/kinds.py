@@ -1,8 +1,10 @@
-"""The directories of torch.distributed.checkpoint: its own, Megatron-core's, and NeMo's."""
+"""The directories of torch.distributed.checkpoint: its own, and Megatron-core's."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from holdfast_files.opened import join
@@ -21,14 +23,13 @@ from holdfast_service.wings.convert.foreign.leaving_out import LeftOutParts
 
 LIGHTNING = "meta.pt"
 CONFIG, COMMON = "metadata.json", "common.pt"
-WEIGHTS, CONTEXT = "weights", "context"
 _BACKEND = "torch_dist"
 
 
 def is_dcp(files: Files) -> bool:
     """Whether a directory has the files of a DCP save, complete or not, or safetensors in shards."""
     names = files.list("")
-    if CONFIG in names and _backend(files, "") is not None:
+    if CONFIG in names and backend(files, "") is not None:
         return False
     return METADATA in names or any(
         pattern.fullmatch(name)
@@ -38,11 +39,7 @@ def is_dcp(files: Files) -> bool:
 
 
 def is_megatron(files: Files) -> bool:
-    return _backend(files, "") is not None
-
-
-def is_nemo(files: Files) -> bool:
-    return _backend(files, WEIGHTS) is not None
+    return backend(files, "") is not None
 
 
 def read_dcp(files: Files, options: ReadOptions) -> ForeignListing:
@@ -74,29 +71,30 @@ def read_dcp(files: Files, options: ReadOptions) -> ForeignListing:
 
 def read_megatron(files: Files, options: ReadOptions) -> ForeignListing:
     """A directory `iter_…` of Megatron-LM in the format torch_dist."""
-    return _megatron(files, options, "megatron", "")
+    return read_torch_dist(files, options, "megatron", "", "save with --ckpt-format torch_dist")
 
 
-def read_nemo(files: Files, options: ReadOptions) -> ForeignListing:
-    """A directory of NeMo 2: weights/ is Megatron-core's, context/ configures the model."""
-    return _megatron(files, options, "nemo", WEIGHTS)
-
-
-def _megatron(files: Files, options: ReadOptions, kind: str, directory: str) -> ForeignListing:
-    backend = _backend(files, directory)
-    if backend is None:
+def read_torch_dist(
+    files: Files,
+    options: ReadOptions,
+    kind: str,
+    directory: str,
+    again: str,
+    others: Mapping[str, FileUse] = MappingProxyType({}),
+) -> ForeignListing:
+    """The torch_dist checkpoint in a directory of the source. `again` is how to save one, `others` are known files."""
+    found = backend(files, directory)
+    if found is None:
         raise NotCommitted(
             f"there is no {join(directory, CONFIG)}, which Megatron-core writes last",
             hint="import an iteration whose save completed",
         )
-    if backend != _BACKEND:
-        raise StateMismatch(
-            f"its format is {backend!r}; only {_BACKEND} can be imported", hint="save with --ckpt-format torch_dist"
-        )
+    if found != _BACKEND:
+        raise StateMismatch(f"its format is {found!r}; only {_BACKEND} can be imported", hint=again)
     whole = metadata.read(files, directory)
     gathered = GatheredListing(files, ALLOWED)
     saved = _pruned(whole, options, gathered)
-    known = {join(directory, CONFIG): FileUse(join(directory, CONFIG), "state")}
+    known = {**others, join(directory, CONFIG): FileUse(join(directory, CONFIG), "state")}
     common = join(directory, COMMON)
     size, value = files.size(common), None
     if size is not None:
@@ -104,8 +102,6 @@ def _megatron(files: Files, options: ReadOptions, kind: str, directory: str) -> 
         known[common] = _unread(common, value) or FileUse(common, "state")
     arrangement = MegatronArrangement(saved, Payloads(files, saved), gathered, value, common)
     step = arrangement.as_is() if options.as_is else arrangement.arrange()
-    if kind == "nemo":
-        known |= {path: _of_context(path) for path in directories.walk(files) if path.startswith(f"{CONTEXT}/")}
     return _listing(kind, gathered, directories.uses(files, whole, directory, known), step)
 
 
@@ -133,7 +129,7 @@ def _listing(kind: str, gathered: GatheredListing, uses: tuple[FileUse, ...], st
     )
 
 
-def _backend(files: Files, directory: str) -> str | None:
+def backend(files: Files, directory: str) -> str | None:
     """The format in metadata.json of Megatron-core; None without this file."""
     path = join(directory, CONFIG)
     if files.size(path) is None:
@@ -159,10 +155,6 @@ def _unread(path: str, value: Any) -> FileUse | None:
     return FileUse(path, "unused", f"it cannot be read without running code: {value.reason}")
 
 
-def _of_context(path: str) -> FileUse:
-    return FileUse(path, "unused", "it configures NeMo and is not training state")
-
-
 def _number(gathered: GatheredListing, document: str, key: str, otherwise: int | None) -> int | None:
     values = gathered.documents.get(EXTRA, {}).get(document)
     number = values.get(key) if isinstance(values, dict) else None
@@ -172,5 +164,4 @@ def _number(gathered: GatheredListing, document: str, key: str, otherwise: int |
 KINDS = (
     ForeignKind("dcp", IMPORT_KINDS["dcp"], is_dcp, read_dcp),
     ForeignKind("megatron", IMPORT_KINDS["megatron"], is_megatron, read_megatron),
-    ForeignKind("nemo", IMPORT_KINDS["nemo"], is_nemo, read_nemo),
 )

@@ -8,7 +8,8 @@
     …/shard_3_16 (extra states, random streams)      documents of the group extra
     common.pt, common_state                          the document `common`; the optimizer's step from it
 
-The names are those that `holdfast.integrations.megatron` stores. NeMo puts `module.` before them, which is left away.
+The names are those that `holdfast.integrations.megatron` stores. NeMo puts `module.` or `model.` before them, which is left
+away.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _MASTER_KEY = "master_param"  # as the trainer's library calls Megatron's copies
 _OBJECT = re.compile(r"(?P<key>.+)/shard_(?P<at>[\d.]+_[\d.]+)")
 _STACKED_LAYERS = re.compile(r"(?P<before>(?:.*\.)?layers)\.(?P<after>(?!\d+\.).+)")
 _STACKED_EXPERTS = re.compile(r"(?P<before>.*\.experts)\.(?P<after>experts\..+)")
-_PREFIX = "module."
+_PREFIXES = ("module.", "model.")
 _DEPTH_MAX = 6
 
 
@@ -71,7 +72,7 @@ class MegatronArrangement:
         self._mastered: list[str] = []
         self._steps: set[float] = set()
         names = [fqn for fqn in saved.tensors if not _BUFFERS.match(fqn)]
-        self._prefix = _PREFIX if names and all(name.startswith(_PREFIX) for name in names) else ""
+        self._prefix = next((one for one in _PREFIXES if names and all(name.startswith(one) for name in names)), "")
 
     def arrange(self) -> int | None:
         """Put everything into the gathered listing. Returns the iteration, if `common` has it."""
