@@ -47,7 +47,7 @@ def plan(directory: Path) -> set[str]:
 
 
 def test_a_model_is_taken(tmp_path: Path) -> None:
-    """Its weights, and the files beside them; the same weights in other formats are left out."""
+    """Its weights, and the files beside them; weights in other formats are left out."""
     assert plan(a_model(tmp_path / "a")) == {*ARRAYS, "config.json", "tokenizer.json"}
 
 
@@ -62,7 +62,7 @@ def test_every_file_has_a_use(tmp_path: Path) -> None:
     uses = {use.file: (use.use, use.reason) for use in read(directory).files}
     assert uses["model.safetensors"] == ("tensors", "") and uses["config.json"] == ("asset", "")
     assert "headers" in uses["model.safetensors.index.json"][1] and "directory" in uses[".cache"][1]
-    assert uses["tf_model.h5"] == ("unused", "the same weights in another program's format")
+    assert uses["tf_model.h5"] == ("unused", "weights for another program: not compared, not imported")
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def _component(files: Files, name: str, options: ReadOptions) -> _Component:
             raise StateMismatch(f"{name}/{pickled}: {name} has no safetensors file", hint=_WAY_OUT, file=f"{name}/{pickled}")
         listing = _small_files(inner)
     uses = [use._replace(file=f"{name}/{use.file}") for use in listing.files]
-    why = "it lists the tensors of the files" if alone else "the same weights in another precision"
+    why = "it lists the tensors of the files" if alone else "weights in another precision: not compared, not imported"
     uses += [FileUse(f"{name}/{one}", "unused", why) for one in sorted(hidden)]
     _check_size(sum(inner.size(one) or 0 for one in listing.assets))
     small = {f"{name}.{one}": inner.read(one) for one in listing.assets}

@@ -14,7 +14,8 @@ from holdfast_formats.files import Files
 LEVELS_MAX = 3
 LISTED_MAX = 1000  # names of a directory and all below it
 OTHER_STEP = re.compile(r"(checkpoint-|global_step|step-)\d+")
-# The same weights once more, for other programs, by the names that repositories of models give these directories.
+NOT_COMPARED = "weights for another program: not compared, not imported"
+# Weights once more, for other programs, by the names that repositories of models give these directories.
 _COPIES = frozenset({"original", "onnx", "openvino", "coreml", "tensorrt", "gguf"})
 _TENSORS = re.compile(
     r".+\.(safetensors|bin|pt|pth|ckpt|pkl|pickle|npz|npy|h5|msgpack|distcp|pdparams|pdopt|pdema|pdiparams)(_shard_\d+)?"
@@ -30,7 +31,7 @@ def why_unused(files: Files, name: str) -> str:
     if OTHER_STEP.fullmatch(name):
         return "a separate checkpoint; import its directory separately"
     if name in _COPIES:
-        return "the same weights in another program's format"
+        return NOT_COMPARED
     if _TENSORS.fullmatch(name):
         raise _refused(name, "is not a regular file and may hold training state", "copy the file that it links to")
     reason = _first(files, name)

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import FileUse, RefusedPart
-from holdfast_service.wings.convert.foreign import file_signs
+from holdfast_service.wings.convert.foreign import directories, file_signs
 
 CONFIG = "config.json"
 _FORMATS = (None, "pt")  # what `__metadata__` may say of how the weights lie
 
-# The same weights once more, as other programs want them; a reader of the safetensors files needs none of these.
+# Weights once more, as other programs want them; a reader of the safetensors files needs none of these.
 _COPIES = re.compile(
     r"(diffusion_)?pytorch_model(-\d{5}-of-\d{5})?(\.(fp16|bf16|fp32))?(-\d{5}-of-\d{5})?\.bin(\.index(\.(fp16|bf16|fp32))?\.json)?|tf_model\.h5|flax_model.*\.msgpack(\.index\.json)?|consolidated.*\.safetensors"
     r"|.*\.gguf|consolidated.*\.pth"
@@ -47,7 +47,7 @@ def weights(names: Iterable[str]) -> list[str]:
 
 
 class SortedNames(NamedTuple):
-    """Files that need no reading, since they are copies of the same weights, and files that are refused."""
+    """Files that need no reading, since they have weights for other programs, and files that are refused."""
 
     copies: tuple[FileUse, ...]
     refused: tuple[RefusedPart, ...]
@@ -58,7 +58,7 @@ def sorted_out(names: Iterable[str]) -> SortedNames:
     copies, refused = [], []
     for name in names:
         if _COPIES.fullmatch(name):
-            copies.append(FileUse(name, "unused", "the same weights in another program's format"))
+            copies.append(FileUse(name, "unused", directories.NOT_COMPARED))
             continue
         if name == _ARGUMENTS:
             copies.append(FileUse(name, "unused", "a trainer's arguments as Python objects; your trainer has its own"))
