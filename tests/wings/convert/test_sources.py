@@ -51,6 +51,37 @@ def test_one_file(tmp_path: Path, name: str, kind: str, way: str) -> None:
     ).stat().st_size
 
 
+@pytest.mark.parametrize("way", ["path", "below"])
+@pytest.mark.parametrize("name", ["LAST.CKPT", "other.PTH", "Other.BIN", "Model.SafeTensors"])
+def test_one_file_in_capitals(tmp_path: Path, name: str, way: str) -> None:
+    """Endings mean the same in capitals, as a source and in a directory."""
+    (tmp_path / "tiny").mkdir()
+    if name.lower().endswith("safetensors"):
+        save_file(WEIGHTS, tmp_path / "tiny" / name)
+    else:
+        torch.save({"w": torch.ones(2)}, tmp_path / "tiny" / name)
+    for below in (f"tiny/{name}", "tiny"):
+        files = opened(tmp_path, below, way)
+        assert [key.name for key in choose(files, None, KINDS).read(files, ReadOptions()).tensors] == ["w"]
+
+
+@pytest.mark.parametrize("way", ["path", "below"])
+@pytest.mark.parametrize(
+    "name",
+    ["model-00001-of-00002.safetensors", "pytorch_model-00002-of-00002.bin", "model.safetensors.index.json", "__0_0.distcp"],
+)
+def test_one_file_of_several(tmp_path: Path, name: str, way: str) -> None:
+    """A part of a model, or what lists its parts: the directory is named that has them all."""
+    (tmp_path / "a" / "tiny").mkdir(parents=True)
+    (tmp_path / "a" / "tiny" / name).write_bytes(b"x")
+    with pytest.raises(InvalidRequest, match="is only a part of a checkpoint") as refused:
+        opened(tmp_path / "a", f"tiny/{name}", way)
+    assert refused.value.hint == f"import its directory: {tmp_path / 'a' / 'tiny' if way == 'path' else 'tiny'}"
+    save_file(WEIGHTS, tmp_path / "a" / "tiny" / "model-00001-of-00001.safetensors")
+    only = opened(tmp_path / "a", "tiny/model-00001-of-00001.safetensors", way)
+    assert [key.name for key in choose(only, None, KINDS).read(only, ReadOptions()).tensors] == ["w"]
+
+
 def test_a_link_to_a_file(tmp_path: Path) -> None:
     """A path of this user's own is followed; what a job names is not."""
     a_model(tmp_path / "tiny")

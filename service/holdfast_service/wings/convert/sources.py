@@ -19,6 +19,11 @@ COMPANIONS = re.compile(
     r"(adapter_|generation_|preprocessor_|processor_)?config\.json|merges\.txt|vocab\.(json|txt)|.+\.(model|tiktoken)"
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template\.(json|jinja)"
 )
+_OF_SEVERAL = re.compile(  # files that only mean something with others beside them
+    r".+-\d{5}-of-(?!00001)\d{5}\.(safetensors|bin|gguf)|.+\.index\.json|.+\.distcp|\.metadata|config\.json"
+    r"|(mp_rank|(bf16_)?zero_pp_rank)_.+\.pt",
+    re.IGNORECASE,
+)
 REVISION_BYTES_MAX = 256
 SNAPSHOTS, MAIN = "snapshots", "refs/main"
 
@@ -65,12 +70,14 @@ def check_source(path: Path) -> None:
 
 
 def open_source(path: Path) -> Files:
-    """The files to import from; `InvalidRequest` for a path that leads to none, and for several snapshots."""
+    """The files to import from; `InvalidRequest` for a path that leads to none, to one file of several that belong together,
+    and for several snapshots.
+    """
     check_source(path)
     if path.is_file():
         in_snapshot = path.parent.resolve()  # where it is a link to a blob without a name
         place = in_snapshot / path.name if in_snapshot.parent.name == SNAPSHOTS else path.resolve()
-        return _one_file(read_once(hub_snapshot.opened(place.parent)), place.name)
+        return _one_file(hub_snapshot.opened(place.parent), place.name, str(path.parent))
     return hub_snapshot.opened(_snapshot(path.resolve()))
 
 
@@ -84,11 +91,15 @@ def open_below(place: Path, below: str) -> Files:
     directory = _opened_below(place, parent) if name in whole.list(parent) else whole
     if (directory is whole and parent) or directory.size(name) is None:
         raise InvalidRequest(f"there is no {below!r} with files below the export root", hint="check the path")
-    return _one_file(read_once(directory), name)
+    return _one_file(directory, name, parent or ".")
 
 
-def _one_file(directory: Files, name: str) -> Files:
-    return ArchivedFiles(directory, name) if name.endswith(archive.ENDING) else OneFile(directory, name)
+def _one_file(directory: Files, name: str, path: str) -> Files:
+    """The file of a directory, which the user calls `path`."""
+    if _OF_SEVERAL.fullmatch(name):
+        raise InvalidRequest(f"{name} is only a part of a checkpoint", hint=f"import its directory: {path}")
+    once = read_once(directory)
+    return ArchivedFiles(once, name) if name.lower().endswith(archive.ENDING) else OneFile(once, name)
 
 
 def _opened_below(place: Path, below: str) -> Files:

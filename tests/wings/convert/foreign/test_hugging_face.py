@@ -70,6 +70,8 @@ def test_every_file_has_a_use(tmp_path: Path) -> None:
     [
         "optimizer.safetensors",
         "optimizer-00001-of-00002.safetensors",
+        "Optimizer.PT",
+        "more.BIN",
         "optimizer.safetensors.index.json",
         "optimizer.tp00.safetensors_shard_0001",
         "optimizer.pt",

@@ -188,6 +188,7 @@ def test_numbers_as_names(tmp_path: Path) -> None:
     [
         ({(0, 1): torch.ones(1), "a": torch.ones(1)}, r"has the key \(0, 1\), which is not a name", "f'{key}_': tensor"),
         ({0: {"w": torch.ones(1)}, 1: {"w": torch.ones(1)}}, "has no tensors in model: 0 is a dict", "{'NAME': tensor}"),
+        ({"state": {}, "param_groups": []}, "holds the state dict of an optimizer", "'optimizer': optimizer.state_dict()"),
         ([torch.ones(1)], "holds a list, not a state dict", "{'NAME': tensor}"),
         (nn.Linear(1, 1), "holds a torch.nn.modules.linear.Linear object", "torch.save(model.state_dict(), FILE)"),
         ({"model": nn.Linear(1, 1), "ema": nn.Linear(1, 1)}, "object as 'model'", "saved['model'].state_dict()"),

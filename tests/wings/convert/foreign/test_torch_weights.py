@@ -10,9 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from holdfast_formats import dtypes
-from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.errors import CheckpointError, CorruptManifest, StateMismatch
 from holdfast_formats.mapping import reading
 from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_formats.rest.jobs import ReadOptions
@@ -177,6 +178,27 @@ def test_what_no_checkpoint_holds_is_named(tmp_path: Path, value: Any, said: str
         assert "'bad'" in error.value.detail and "--leave-out bad" in error.value.hint
         assert said in error.value.detail or ("model" not in saved and "a bytes object" in error.value.detail)
         assert FILE_KIND.read(hub_snapshot.opened(tmp_path), ReadOptions(leave_out=("bad",))).tensors
+
+
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+@pytest.mark.parametrize("pattern", ["b.w", "b*", "*-00002-of-00002.*"])
+def test_all_tensors_of_a_file_left_out(tmp_path: Path, pattern: str, ending: str, index: bool) -> None:
+    """By their names or by the file's: the rest of the model is imported, and the file has its use."""
+    stem = "model" if ending == "safetensors" else "pytorch_model"
+    weight_map = {name: f"{stem}-{n:05}-of-00002.{ending}" for n, name in enumerate(("a.w", "b.w"), 1)}
+    for name, file in weight_map.items():
+        tensors = {name: torch.ones(2)}
+        save_file(tensors, tmp_path / file) if ending == "safetensors" else torch.save(tensors, tmp_path / file)
+    if index:
+        (tmp_path / f"{stem}.{ending}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    files, options = hub_snapshot.opened(tmp_path), ReadOptions(leave_out=(pattern,))
+    listing = choose(files, None, KINDS, options.leave_out).read(files, options)
+    assert set(listing.tensors) == {TensorKey("model", "a.w")} and len(listing.left_out) == 1
+    assert {use.file: use.use for use in listing.files}[weight_map["b.w"]] == "unused"
+    (tmp_path / weight_map["b.w"]).unlink()
+    with pytest.raises(CheckpointError, match=r"missing|incomplete"):
+        choose(files, None, KINDS).read(files, ReadOptions())
 
 
 def test_a_file_that_is_cut_off(directory: Path) -> None:

@@ -15,7 +15,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, RefusedPart
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.wings.convert.foreign import directories, file_signs, hugging_face
+from holdfast_service.wings.convert.foreign import directories, file_signs, hugging_face, leaving_out
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 
 INDEX = "model_index.json"
@@ -52,6 +52,9 @@ class Below:
 
     def stamp(self, path: str) -> str:
         return self._files.stamp(self._at(path))
+
+    def hides(self, path: str) -> bool:
+        return leaving_out.hides(self._files, self._at(path))
 
     def _at(self, path: str) -> str:
         return f"{self._directory}/{path}" if path else self._directory
@@ -119,14 +122,14 @@ def _component(files: Files, name: str, options: ReadOptions) -> _Component:
     """A model, or a scheduler, tokenizer and the like, which are small files only."""
     names = files.list(name)
     variants = frozenset(one for one in names if _VARIANT.fullmatch(one))
-    safe = [one for one in names if one.endswith(".safetensors")]
+    safe = [one for one in names if one.lower().endswith(".safetensors")]
     alone = not any(one not in variants for one in safe)  # there is only one precision, whose index has another name
     hidden = frozenset(one for one in variants if not alone or one.endswith(_INDEX_ENDING))
     inner = Below(files, name, hidden)
     if safe:
         listing = hugging_face.read(inner, options)
     else:
-        pickled = next((one for one in names if one.endswith((".bin", ".msgpack", ".pt", ".pth", ".ckpt"))), None)
+        pickled = next((one for one in names if one.lower().endswith((".bin", ".msgpack", ".pt", ".pth", ".ckpt"))), None)
         if pickled is not None:
             raise StateMismatch(f"{name}/{pickled}: {name} has no safetensors file", hint=_WAY_OUT, file=f"{name}/{pickled}")
         listing = _small_files(inner)

@@ -59,4 +59,5 @@ def read_object(files: Files, path: str, bytes_max: int = CONFIG_BYTES_MAX) -> d
 
 def archive(name: str) -> str:
     """Advice for an archive, by its name; empty for anything else."""
-    return f"{name} is an archive: unpack it into a directory and import the directory" if name.endswith(_ARCHIVES) else ""
+    packed = name.lower().endswith(_ARCHIVES)
+    return f"{name} is an archive: unpack it into a directory and import the directory" if packed else ""

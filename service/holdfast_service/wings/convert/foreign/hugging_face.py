@@ -17,7 +17,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, PartLeftOut, RefusedPart, TensorKey
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
 from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX
-from holdfast_service.wings.convert.foreign import directories, hugging_face_names, quantisation, sixteen_bits
+from holdfast_service.wings.convert.foreign import directories, hugging_face_names, leaving_out, quantisation, sixteen_bits
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.foreign.stored_arrays import read_safetensors
 
@@ -32,7 +32,7 @@ _HINT = "pass a complete Hugging Face model directory; symbolic links are not fo
 
 def recognises(files: Files) -> bool:
     """Whether there are weights at all; `last`, since other programs leave such files beside their own."""
-    return any(name.endswith(_ENDING) for name in files.list(""))
+    return any(name.lower().endswith(_ENDING) for name in files.list(""))
 
 
 def read(files: Files, options: ReadOptions) -> ForeignListing:
@@ -50,7 +50,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     if not weights:
         raise InvalidRequest("there is no safetensors file in the source", hint=_HINT)
     if weight_map is None:
-        hugging_face_names.check_shards(weights)
+        hugging_face_names.check_shards(files, weights)
     group = DIFFUSERS if all(file.startswith(DIFFUSERS) for file in weights) else GROUP
     tensors: dict[TensorKey, ForeignTensor] = {}
     for file in weights:
@@ -126,9 +126,9 @@ def _check_index(index: str, weight_map: Mapping[str, str], tensors: Iterable[Fo
 def _weight_map(files: Files, index: str) -> Mapping[str, str]:
     weight_map = read_index(files, index)
     for name, file in weight_map.items():
-        if not naming.is_file_name(file) or not file.endswith(_ENDING):
+        if not naming.is_file_name(file) or not file.lower().endswith(_ENDING):
             raise InvalidRequest(f"{index} maps tensor {name!r} to {file!r}, which is not in the directory", hint=_HINT)
-    return weight_map
+    return {name: file for name, file in weight_map.items() if not leaving_out.hides(files, file)}
 
 
 def read_index(files: Files, index: str) -> dict[str, str]:
@@ -186,7 +186,7 @@ def assets_of(files: Files, names: Iterable[str]) -> tuple[str, ...]:
     assets = []
     for name in names:
         size = files.size(name)
-        if size is None or name.endswith(_NOT_ASSETS) or not naming.is_asset_name(name):
+        if size is None or name.lower().endswith(_NOT_ASSETS) or not naming.is_asset_name(name):
             continue
         if size > ASSET_BYTES_MAX:
             raise LimitExceeded(

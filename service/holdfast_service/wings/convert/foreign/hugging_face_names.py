@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import FileUse, RefusedPart
-from holdfast_service.wings.convert.foreign import directories, file_signs
+from holdfast_service.wings.convert.foreign import directories, file_signs, leaving_out
 
 CONFIG = "config.json"
 _FORMATS = (None, "pt")  # what `__metadata__` may say of how the weights lie
@@ -21,7 +21,8 @@ _FORMATS = (None, "pt")  # what `__metadata__` may say of how the weights lie
 # Weights once more, as other programs want them; a reader of the safetensors files needs none of these.
 _COPIES = re.compile(
     r"(diffusion_)?pytorch_model(-\d{5}-of-\d{5})?(\.(fp16|bf16|fp32))?(-\d{5}-of-\d{5})?\.bin(\.index(\.(fp16|bf16|fp32))?\.json)?|tf_model\.h5|flax_model.*\.msgpack(\.index\.json)?|consolidated.*\.safetensors"
-    r"|.*\.gguf|consolidated.*\.pth"
+    r"|.*\.gguf|consolidated.*\.pth",
+    re.IGNORECASE,
 )
 _ARGUMENTS = "training_args.bin"
 # What a training left beside its weights, by the names that frameworks give it.
@@ -29,8 +30,10 @@ _TRAINING = re.compile(
     r"optim(izer)?[-._].*|optimizer|optimizer_state|master_weights?([-._].*)?|model_state|scheduler\..*|scaler\..*|rng_state.*"
     r"|random_states.*|global_step.*|mp_rank_.*|(bf16_)?zero_pp_rank_.*|iter_\d+|pytorch_model_fsdp.*|.*\.distcp|\.metadata"
     r"|.*\.metadata|.*\.pdopt|.*\.pdparams|trainer_state\.bin|latest|latest_checkpointed_iteration\.txt"
-    r"|ema[-._].*"
+    r"|ema[-._].*",
+    re.IGNORECASE,
 )
+_NUMBER = re.compile(r"-\d{5}-of-(\d{5})\.")
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
 _ADAPTER = re.compile(r"adapter_model|peft_model|lora_")
 _OPAQUE = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".pkl", ".npz", ".safetensors", ".safetensors.index.json")
@@ -42,7 +45,7 @@ def weights(names: Iterable[str]) -> list[str]:
     return [
         name
         for name in names
-        if name.endswith(".safetensors") and not _COPIES.fullmatch(name) and not _TRAINING.fullmatch(name)
+        if name.lower().endswith(".safetensors") and not _COPIES.fullmatch(name) and not _TRAINING.fullmatch(name)
     ]
 
 
@@ -66,13 +69,23 @@ def sorted_out(names: Iterable[str]) -> SortedNames:
         if _TRAINING.fullmatch(name):
             what = f"{name} is training state, which an import from Hugging Face would drop"
             refused.append(RefusedPart(name, StateMismatch(what, file=name), ""))
-        elif name.endswith(_OPAQUE):
+        elif name.lower().endswith(_OPAQUE):
             refused.append(RefusedPart(name, StateMismatch(f"unknown file {name}", file=name), ""))
     return SortedNames(tuple(copies), tuple(refused))
 
 
-def check_shards(files: Sequence[str]) -> None:
-    """`StateMismatch` unless files without an index are one model: a single file, or all of its numbered ones."""
+def has_all_numbers(source: Files, files: Sequence[str], stem: str, ending: str) -> bool:
+    """Whether these are all of the numbered files of a model, but for those that are left out."""
+    number = _NUMBER.search(files[0])
+    wanted = {f"{stem}-{n:05}-of-{number[1]}{ending}" for n in range(1, int(number[1]) + 1)} if number else set[str]()
+    missing = wanted - set(files)
+    return wanted >= set(files) and all(leaving_out.hides(source, name) for name in missing)
+
+
+def check_shards(source: Files, files: Sequence[str]) -> None:
+    """`StateMismatch` unless files without an index are one model: a single file, or all of its numbered ones but those that
+    are left out.
+    """
     for file in files:
         if _ADAPTER.match(file):
             raise StateMismatch(f"{file} is an adapter, not a model", hint="merge it into its base model first", file=file)
@@ -80,7 +93,7 @@ def check_shards(files: Sequence[str]) -> None:
     if len(files) == 1 and first is None:
         return
     stem = first[1] if first else ""
-    if sorted(files) != [f"{stem}-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]:
+    if not has_all_numbers(source, files, stem, ".safetensors"):
         if len(files) == 1:
             what = f"{files[0]} is one of several files of a model, but the others are missing"
             raise StateMismatch(what, hint="copy all files of the model, with its index", file=files[0])

@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from holdfast_files.opened import join
 from holdfast_formats.errors import CheckpointError, InvalidRequest
@@ -41,13 +41,13 @@ class HidingFiles:
 
     def size(self, path: str) -> int | None:
         size = self._files.size(path)
-        return None if size is None or self._hides(path) else size
+        return None if size is None or self.hides(path) else size
 
     def stamp(self, path: str) -> str:
         return self._files.stamp(path)
 
     def list(self, path: str) -> list[str]:
-        return [name for name in self._files.list(path) if not self._hides(join(path, name))]
+        return [name for name in self._files.list(path) if not self.hides(join(path, name))]
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         return self._files.read(path, offset, length)
@@ -58,13 +58,24 @@ class HidingFiles:
     def read_stored(self, path: str, offset: int, buffer: Any) -> int:
         return self._files.read_stored(path, offset, buffer)
 
-    def bytes_of(self, path: str) -> int:
-        return self._files.size(path) or 0
-
-    def _hides(self, path: str) -> bool:
+    def hides(self, path: str) -> bool:
+        """Whether a path is left out, itself or with a directory above it."""
         found = matching(self._patterns, (path,), _FILE_ENDS)
         self.hidden |= found
         return bool(found)
+
+    def bytes_of(self, path: str) -> int:
+        return self._files.size(path) or 0
+
+
+@runtime_checkable
+class _Hiding(Protocol):
+    def hides(self, path: str) -> bool: ...
+
+
+def hides(files: Files, path: str) -> bool:
+    """Whether a file that a source names is left out of it."""
+    return isinstance(files, _Hiding) and files.hides(path)
 
 
 def matching(patterns: Sequence[str], names: Iterable[str], ends: re.Pattern[str] = _KEY_ENDS) -> dict[str, tuple[str, ...]]:

@@ -30,6 +30,10 @@ from holdfast_service.wings.convert.foreign.trainers.numbered_optimizers import 
 MODEL, EMA, EXTRA = "model", "ema", "extra"
 NESTED = ("state_dict", "model_state_dict", "model", "module")  # keys under which programs put the model's
 _AVERAGES = ("state_dict_ema", "model_ema", "ema", "ema_state_dict", "ema_model", "ema_model_state_dict")
+_OPTIMIZER = (
+    "import the directory in which its model is, or save both in one file: torch.save({'model': model.state_dict(), "
+    "'optimizer': optimizer.state_dict()}, FILE)"
+)
 _COUNT = "n_averaged"  # of torch's own AveragedModel, beside the names
 _STATE_DICT = (
     "save its state dict: saved = torch.load(FILE, weights_only=False), with the program that wrote it; then "
@@ -51,6 +55,8 @@ class TorchParts(NamedTuple):
 def parts(value: Any, file: str) -> TorchParts:
     """Find the models in a file's value. `StateMismatch` if it has none."""
     keyed = value if isinstance(value, dict) else {}
+    if torch_optimizer.is_state_dict(value):
+        raise torch_values.mismatch(file, "", "holds the state dict of an optimizer, without its model", _OPTIMIZER)
     nested = [key for key in NESTED if isinstance(keyed.get(key), dict)]
     own = [] if nested else _own_models(keyed)
     whole = next((key for key in NESTED if isinstance(keyed.get(key), PickledOpaque)), None)

@@ -31,7 +31,7 @@ LIGHTNING = "optimizer_states"  # where Lightning keeps its optimizers, in a lis
 INDEX = "pytorch_model.bin.index.json"
 NESTED = ("state_dict", "model_state_dict", "model", "module")  # keys under which programs put the model's
 _WEIGHTS = re.compile(r"pytorch_model(-(\d{5})-of-(\d{5}))?\.bin")
-_BARE = re.compile(r".+\.(pt|pth|bin|ckpt)")
+_BARE = re.compile(r".+\.(pt|pth|bin|ckpt)", re.IGNORECASE)
 _NO_WEIGHTS = {"training_args.bin"}
 
 
@@ -55,7 +55,7 @@ def read_directory(files: Files, options: ReadOptions) -> ForeignListing:
     index = _weight_map(files) if INDEX in names else None
     weights = sorted(set(index.values())) if index is not None else [name for name in names if _WEIGHTS.fullmatch(name)]
     if index is None:
-        _check_numbers(weights)
+        _check_numbers(files, weights)
     tensors: dict[TensorKey, ForeignTensor] = {}
     stored: dict[str, str] = {}  # each tensor's file
     others = TakenTensors(())
@@ -68,10 +68,11 @@ def read_directory(files: Files, options: ReadOptions) -> ForeignListing:
             if name in stored:
                 raise torch_values.mismatch(file, name, f"has {name!r}, which {stored[name]} has too")
             tensors[tensor.key], stored[name] = tensor, file
-    apart = {part.name for part in others.refused} | {part.what for part in others.left_out}
+    apart = {part.name for part in others.refused}
     differ = [name for name in (index or {}).keys() | stored if (index or stored).get(name) != stored.get(name)]
-    if set(differ) - apart:
-        wrong = min(set(differ) - apart)
+    differ = [name for name in differ if name not in apart and not leaving_out.matching(options.leave_out, (name,))]
+    if differ:
+        wrong = min(differ)
         raise torch_values.mismatch(INDEX, wrong, f"and the files disagree about tensor {wrong!r}", "download it again")
     used = [*weights, INDEX] if index is not None else weights
     taken = others._replace(tensors=tuple(tensors.values()))
@@ -129,11 +130,11 @@ def _bare(names: Iterable[str]) -> list[str]:
     return [name for name in names if _BARE.fullmatch(name) and name not in _NO_WEIGHTS]
 
 
-def _check_numbers(weights: Sequence[str]) -> None:
-    """`StateMismatch` unless files without an index are a single one, or all of the numbered ones."""
+def _check_numbers(files: Files, weights: Sequence[str]) -> None:
+    """`StateMismatch` unless files without an index are a single one, or all of the numbered ones but those left out."""
     if len(weights) == 1 and "-of-" not in weights[0]:
         return
-    if sorted(weights) != [f"pytorch_model-{n:05}-of-{len(weights):05}.bin" for n in range(1, len(weights) + 1)]:
+    if not hugging_face_names.has_all_numbers(files, weights, "pytorch_model", ".bin"):
         raise torch_values.mismatch(
             weights[-1],
             "",
@@ -144,6 +145,7 @@ def _check_numbers(weights: Sequence[str]) -> None:
 
 def _weight_map(files: Files) -> dict[str, str]:
     weight_map = hugging_face.read_index(files, INDEX)
+    weight_map = {name: file for name, file in weight_map.items() if not leaving_out.hides(files, file)}
     wrong = next((file for file in weight_map.values() if not naming.is_file_name(file) or files.size(file) is None), None)
     if wrong is not None:
         raise torch_values.mismatch(INDEX, "", f"lists {wrong!r}, which is missing", "download it again")

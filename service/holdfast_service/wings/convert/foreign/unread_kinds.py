@@ -15,7 +15,7 @@ from holdfast_service.wings.convert.foreign.nemo.archive import ENDING
 HEAD_BYTES = 2**16  # of a pickle, in which the modules of its first objects are named
 NAMED_MAX = 8
 _ONE_STEP = re.compile(r"((checkpoint|step|iter|global_step|epoch|ckpt)[-_=]?\d+.*|\d+)")
-_PICKLED = re.compile(r".+\.(pkl|pickle|joblib)")
+_PICKLED = re.compile(r".+\.(pkl|pickle|joblib)", re.IGNORECASE)
 _SAVE = "save its arrays in a directory: safetensors.numpy.save_file(arrays, 'model.safetensors', {'format': 'pt'})"
 _TORCH = "import the model that it was made from: save_pretrained(DIRECTORY) of transformers writes one"
 
@@ -81,10 +81,12 @@ _MODULES = {
 def refuse(files: Files, titles: Iterable[str]) -> StateMismatch:
     """The error for a directory that no kind recognises: what it is, if its names say that."""
     names = files.list("")
-    nemo = next((f"import the archive itself: SRC/{name}" for name in names if name.endswith(ENDING)), None)
+    nemo = next((f"import the archive itself: SRC/{name}" for name in names if name.lower().endswith(ENDING)), None)
     packed = nemo or next((archive for name in names if (archive := file_signs.archive(name))), None)
     for sign in _SIGNS:
-        found = [next((name for name in names if re.fullmatch(pattern, name)), None) for pattern in sign.names]
+        found = [
+            next((name for name in names if re.fullmatch(pattern, name, re.IGNORECASE)), None) for pattern in sign.names
+        ]
         if all(found):
             return _named(sign.what, str(found[0]), sign.hint)
     pickled = next((name for name in names if _PICKLED.fullmatch(name) and files.size(name) is not None), None)

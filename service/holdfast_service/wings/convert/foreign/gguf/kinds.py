@@ -27,7 +27,7 @@ from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 
 GROUP = "model"
 METADATA = "gguf_metadata.json"  # the asset that keeps the file's metadata: hyper-parameters and tokenizer
-_FILE = re.compile(r".+\.gguf")
+_FILE = re.compile(r".+\.gguf", re.IGNORECASE)
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _DTYPES = {kind: dtype for dtype, kind in TYPES.items()} | {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 _AS_IS = "keep the names and layouts of the file: --as-is"
