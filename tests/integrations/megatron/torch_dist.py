@@ -48,13 +48,19 @@ def by_rank(made: training.Training, top: Path) -> None:
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
+    optimizer = made.optimizer.state_dict()
     tensor, stage = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
     piped = parallel_state.get_pipeline_model_parallel_world_size() > 1
     place = top / "iter_0000003" / (f"mp_rank_{tensor:02}_{stage:03}" if piped else f"mp_rank_{tensor:02}")
-    place.mkdir(parents=True)
+    place.mkdir(parents=True, exist_ok=True)
+    if made.args.distributed:
+        made.optimizer.save_parameter_state(str(place / "distrib_optim.pt"))
+    if parallel_state.get_data_parallel_rank():
+        return
     models = [unwrap_model(one).state_dict_for_save_checkpoint() for one in made.model]
     named = {"model": models[0]} if len(models) == 1 else {f"model{number}": one for number, one in enumerate(models)}
-    torch.save({"args": made.args, "checkpoint_version": 3.0, "iteration": 3, **named}, place / "model_optim_rng.pt")
+    value = {"args": made.args, "checkpoint_version": 3.0, "iteration": 3, **named, "optimizer": optimizer}
+    torch.save(value, place / "model_optim_rng.pt")
 
 
 if __name__ == "__main__":  # the writer starts processes

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from holdfast_service.wings.convert.foreign import diffusers, hugging_face, megatron_ranks, peft_adapter, torch_weights
+from holdfast_service.wings.convert.foreign import diffusers, hugging_face, peft_adapter, torch_weights
 from holdfast_service.wings.convert.foreign.dcp import kinds as dcp
 from holdfast_service.wings.convert.foreign.deepspeed import kinds as deepspeed
 from holdfast_service.wings.convert.foreign.gguf import kinds as gguf
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
+from holdfast_service.wings.convert.foreign.megatron_ranks import kinds as megatron_ranks
 from holdfast_service.wings.convert.foreign.nemo import kinds as nemo
 from holdfast_service.wings.convert.foreign.orbax import kinds as orbax
 from holdfast_service.wings.convert.foreign.paddle import flex, lora, sharding_io, unified
