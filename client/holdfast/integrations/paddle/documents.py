@@ -1,0 +1,56 @@
+"""Paddle's learning-rate schedulers and loss scaler as entries of a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.state.streams import CheckedEntry
+from holdfast_formats.errors import StateMismatch
+
+
+class Scheduler(CheckedEntry):
+    """A scheduler of paddle.optimizer.lr, with those inside it."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        document: dict[str, Any] = self.scheduler.state_dict()
+        return document
+
+    def refuse_unfit(self, stored: Any) -> None:
+        """Raise `StateMismatch` for the document of another kind of scheduler."""
+        _refuse_unfit(type(self.scheduler).__name__, stored, self.state_dict())
+
+    def load_state_dict(self, stored: dict[str, Any]) -> None:
+        self.scheduler.set_state_dict(stored)
+
+
+class Scaler(CheckedEntry):
+    """A paddle.amp.GradScaler. A disabled one has no state; in a bfloat16 training it disables itself at its first use."""
+
+    def __init__(self, scaler: Any) -> None:
+        self.scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        document: dict[str, Any] = self.scaler.state_dict()
+        return document
+
+    def refuse_unfit(self, stored: Any) -> None:
+        """Raise `StateMismatch` for a document of something else, and for a loss scale where this scaler is disabled."""
+        if stored != {}:
+            _refuse_unfit(type(self.scaler).__name__, stored, self.state_dict())
+
+    def load_state_dict(self, stored: dict[str, Any]) -> None:
+        if stored:
+            self.scaler.load_state_dict(stored)
+
+
+def _refuse_unfit(kind: str, stored: Any, live: dict[str, Any]) -> None:
+    if not isinstance(stored, dict) or stored.keys() != live.keys():
+        names = sorted(stored.keys() ^ live.keys()) if isinstance(stored, dict) else []
+        raise StateMismatch(
+            f"the checkpoint has the state of something else than this {kind}: only one of them has "
+            f"{', '.join(names) or 'names'}",
+            hint="construct it as the one that was saved, or leave it out with exclude=",
+        )

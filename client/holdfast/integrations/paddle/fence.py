@@ -1,0 +1,50 @@
+"""Holds up the steps of a Paddle optimizer until the last save has copied what they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from holdfast.integrations.replaced_method import ReplacedMethod
+
+# Each of them ends in the last, which the optimizers of fleet call directly.
+STEPS = ("step", "minimize", "apply_gradients", "_apply_optimize")
+_ATTRIBUTE = "_holdfast_fence"
+
+
+class StepFence(torch.optim.Optimizer):
+    """A torch optimizer without parameters whose step is the step of a Paddle optimizer.
+
+    So the hooks that a Checkpointer registers run around each step, by whichever method the training takes it.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__([torch.empty(0)], {})
+        self._inside = False
+        for name in STEPS:
+            own = getattr(optimizer, name, None)
+            if callable(own):
+                setattr(optimizer, name, ReplacedMethod(own, partial(self._outermost, own)))
+        setattr(optimizer, _ATTRIBUTE, self)
+
+    def step(self, own: Callable[..., Any], *given: Any, **named: Any) -> Any:  # type: ignore[override]
+        """Take a step of the Paddle optimizer by its own method."""
+        return own(*given, **named)
+
+    def _outermost(self, own: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        if self._inside:
+            return own(*given, **named)
+        self._inside = True
+        try:
+            return self.step(own, *given, **named)
+        finally:
+            self._inside = False
+
+
+def fence_of(optimizer: Any) -> StepFence:
+    """The fence of this Paddle optimizer, the same for every caller."""
+    known = vars(optimizer).get(_ATTRIBUTE)
+    return known if isinstance(known, StepFence) else StepFence(optimizer)

@@ -1,0 +1,251 @@
+"""A Paddle optimizer as `OptimizerShards`: by structured names, in the form that torch's optimizers are stored in.
+
+`moment1` is stored as `exp_avg`, `moment2` as `exp_avg_sq`, `velocity` as `momentum_buffer`, other accumulators under their
+own names, full-precision weights in the group `master`. The powers of beta are not stored where they are what Paddle makes
+of a number of steps; then `step` is that number, as in torch. A power that no longer changes does not tell the number: there
+the steps of the optimizer are counted on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.integrations.paddle import beta_powers, hyper_parameters
+from holdfast.integrations.paddle.beta_powers import POWERS
+from holdfast.integrations.paddle.fence import fence_of
+from holdfast.integrations.paddle.views import Views
+from holdfast.state.optimizer_shards import OptimizerShards
+from holdfast.state.state_tensors import MASTER_KEYS
+from holdfast.tensors.fragments import Storable, local_tensor
+from holdfast_formats.errors import InvalidRequest, StateMismatch
+
+MASTER, STEP = "master", "step"
+KEYS = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "moment2_max": "max_exp_avg_sq", "velocity": "momentum_buffer"}
+
+Names = Callable[[], Mapping[str, str]]
+Place = Callable[[str, str, torch.Tensor], Storable]
+
+
+class Counted(NamedTuple):
+    """A known number of steps of a parameter, and how many the optimizer had taken by then."""
+
+    steps: int
+    at: int
+
+
+def _whole(name: str, key: str, view: torch.Tensor) -> Storable:
+    return view
+
+
+class PaddleOptimizer:
+    """An optimizer of Paddle, as the entry `shards` of a state.
+
+    `names` returns the stored name of every parameter of the state, by Paddle's name of it. `place` returns what is stored
+    of a parameter's accumulator, or, with the key "master", of its full-precision weight: the view itself, if it is whole,
+    else Fragments of it; the identical ones for the identical view.
+    """
+
+    def __init__(self, optimizer: Any, names: Names, place: Place = _whole) -> None:
+        """Raises `InvalidRequest` for optimizers whose state is not all in accumulators."""
+        _refuse(optimizer)
+        self.optimizer, self._names, self._place = optimizer, names, place
+        self._views = Views()
+        self._steps: dict[str, torch.Tensor] = {}  # as they are stored, by parameter
+        self._counted: dict[str, Counted] = {}
+        self._taken = 0
+        self._made: dict[str, set[str]] = {}  # keys that a restore has made, by parameter, until they are filled
+        fence = fence_of(optimizer)
+        fence.register_step_pre_hook(self._before_step)
+        fence.register_step_post_hook(self._after_step)
+        self.shards = OptimizerShards(
+            groups=self.groups, state=self.state, install=self.install, hooks=[fence], new=self.new
+        )
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups; parameters that are stepped in another way than others of their group form one of their own.
+        Frozen parameters without state are in none.
+        """
+        names = self._names()
+        return [
+            {"params": [self._name(names, parameter) for parameter in group.parameters], **group.hyper}
+            for group in hyper_parameters.groups_of(self.optimizer, self._is_stepped)
+        ]
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        self._drop_unfilled()
+        names, found = self._names(), dict[str, dict[str, Any]]()
+        count = 0
+        for parameter in hyper_parameters.parameters_of(self.optimizer):
+            held = dict(self._held(parameter))
+            count += len(held) - (MASTER in held)
+            if held:
+                name = self._name(names, parameter)
+                found[name] = self._stored(name, parameter, held)
+        self._refuse_strangers(count)
+        return found
+
+    def new(self, name: str, key: str, dtype: torch.dtype) -> Storable:
+        """What Paddle itself would make in the first step, to be filled; `StateMismatch` if it would make no such thing."""
+        parameter = self._parameter(name)
+        if name not in self._made:
+            before = dict(self._held(parameter))
+            hyper_parameters.make_accumulators(self.optimizer, parameter)
+            self._made[name] = {key for key in dict(self._held(parameter)) if key not in before}
+        key = MASTER if key in MASTER_KEYS else key
+        held = dict(self._held(parameter))
+        if key not in held:
+            raise StateMismatch(
+                f"{type(self.optimizer).__name__} keeps no {key!r} of {name!r}, and the checkpoint has one",
+                hint="construct the optimizer as the one that was saved (multi_precision=True for masters), or leave its "
+                "state out: restore(groups=…)",
+                tensor=name,
+            )
+        return self._place(name, key, self._view(name, key, held[key]))
+
+    def install(self, groups: list[dict[str, Any]], values: dict[str, dict[str, Any]]) -> None:
+        made, self._made = self._made, {}
+        hyper_parameters.install(self.optimizer, groups, self._is_stepped)
+        for parameter in hyper_parameters.parameters_of(self.optimizer):
+            held = dict(self._held(parameter))
+            if held:
+                name = self._name(self._names(), parameter)
+                given = {MASTER if key in MASTER_KEYS else key: value for key, value in values.get(name, {}).items()}
+                self._fill(name, parameter, held, given)
+                self._refuse_lacking(name, made.get(name, set()) - given.keys(), parameter)
+
+    def _fill(self, name: str, parameter: Any, held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Put values that were not restored in place into the accumulators, and make powers of the number of steps."""
+        unknown = sorted(given.keys() - held.keys() - {STEP})
+        if unknown:
+            raise StateMismatch(
+                f"{type(self.optimizer).__name__} keeps no {unknown[0]!r} of {name!r}, and the checkpoint has one",
+                hint="construct the optimizer as the one that was saved, or leave its state out: restore(groups=…)",
+                tensor=name,
+            )
+        with torch.no_grad():
+            for key, value in given.items():
+                if key != STEP and isinstance(value, torch.Tensor):
+                    view = self._view(name, key, held[key])
+                    if value is not view:
+                        view.copy_(value)
+            counted = given.get(STEP, self._steps.get(name))
+            powers = [key for key in POWERS if key in held and key not in given]
+            if counted is not None and powers:
+                steps = int(counted.item() if isinstance(counted, torch.Tensor) else counted)
+                self._counted[name] = Counted(steps, self._taken)
+                for key, beta in zip(POWERS, hyper_parameters.betas_of(self.optimizer, parameter), strict=True):
+                    if key in powers:
+                        self._view(name, key, held[key]).fill_(beta_powers.power(beta, steps))
+
+    def _refuse_lacking(self, name: str, lacking: set[str], parameter: Any) -> None:
+        """A new accumulator that the checkpoint lacks would continue from zero; a master is made of the weight instead."""
+        if MASTER in lacking:
+            master = self.optimizer._master_weights[parameter.name]
+            master.set_value(parameter.astype(master.dtype))
+        lacking = lacking - {MASTER, *(POWERS if name in self._counted else ())}
+        if lacking:
+            raise StateMismatch(
+                f"the checkpoint has state of {name!r}, but lacks its {sorted(lacking)[0]!r}",
+                hint="construct the optimizer as the one that was saved, or leave its state out: restore(groups=…)",
+                tensor=name,
+            )
+
+    def _stored(self, name: str, parameter: Any, held: Mapping[str, Any]) -> dict[str, Any]:
+        """What is stored of a parameter, by key."""
+        kept = {key: self._place(name, key, self._view(name, key, value)) for key, value in held.items()}
+        powers = [local_tensor(kept[key]) for key in POWERS if key in kept]  # type: ignore[arg-type]
+        if len(powers) == len(POWERS) and all(one.numel() == 1 and one.dtype is torch.float32 for one in powers):
+            betas = hyper_parameters.betas_of(self.optimizer, parameter)
+            ranges = [beta_powers.steps_of(beta, one.item()) for beta, one in zip(betas, powers, strict=True)]
+            known = beta_powers.common(*ranges)
+            if known is not None:
+                kept = {key: value for key, value in kept.items() if key not in POWERS}
+                kept[STEP] = self._step(name, known)
+        return kept
+
+    def _step(self, name: str, known: beta_powers.StepRange) -> torch.Tensor:
+        before = self._counted.get(name)
+        steps = known.first
+        if known.open and before is not None:
+            steps = max(steps, before.steps + self._taken - before.at)
+        self._counted[name] = Counted(steps, self._taken)
+        tensor = self._steps.setdefault(name, torch.zeros(()))
+        return tensor.fill_(steps)
+
+    def _view(self, name: str, key: str, tensor: Any) -> torch.Tensor:
+        return self._views.of(f"{name}/{key}", tensor)
+
+    def _held(self, parameter: Any) -> Iterator[tuple[str, Any]]:
+        """The accumulators and the full-precision weight of a parameter, by the key under which they are stored."""
+        master = self.optimizer._master_weights.get(parameter.name)
+        owners = (parameter.name,) if master is None else (master.name, parameter.name)
+        prefix = f"{self.optimizer._name}_" if self.optimizer._name is not None else ""
+        for key, by_owner in self.optimizer._accumulators.items():
+            tensor = next((by_owner[owner] for owner in owners if owner in by_owner), None)
+            if tensor is not None:
+                own = key.removeprefix(prefix)
+                yield KEYS.get(own, own), tensor
+        if master is not None:
+            yield MASTER, master
+
+    def _is_stepped(self, parameter: Any) -> bool:
+        return not parameter.stop_gradient or any(True for _ in self._held(parameter))
+
+    def _name(self, names: Mapping[str, str], parameter: Any) -> str:
+        name = names.get(parameter.name)
+        if name is None:
+            raise InvalidRequest(
+                f"the {type(self.optimizer).__name__} steps {parameter.name!r}, which is in no layer of the state",
+                hint="add the layer that has it: state(model, optimizer, other=layer)",
+            )
+        return name
+
+    def _parameter(self, name: str) -> Any:
+        names = self._names()
+        return next(one for one in hyper_parameters.parameters_of(self.optimizer) if names.get(one.name) == name)
+
+    def _refuse_strangers(self, count: int) -> None:
+        """Refuse accumulators of no parameter of the optimizer: they would be lost."""
+        kept = self.optimizer._accumulators
+        if count == sum(map(len, kept.values())):
+            return
+        known = {one.name for one in hyper_parameters.parameters_of(self.optimizer)}
+        known |= {master.name for name, master in self.optimizer._master_weights.items() if name in known}
+        key, owner = next((key, owner) for key, by_owner in kept.items() for owner in by_owner if owner not in known)
+        raise InvalidRequest(
+            f"the {type(self.optimizer).__name__} keeps {key!r} of {owner!r}, which is none of its parameters, so it would "
+            "not be saved",
+            hint="do not rename parameters once the optimizer has stepped",
+        )
+
+    def _before_step(self, *_: object) -> None:
+        self._drop_unfilled()
+
+    def _after_step(self, *_: object) -> None:
+        skipped = self.optimizer._get_auxiliary_var("found_inf")
+        self._taken += not (skipped is not None and bool(skipped))
+
+    def _drop_unfilled(self) -> None:
+        """Remove what a restore has made and did not fill, because it was refused."""
+        for name, made in self._made.items():
+            if made:
+                hyper_parameters.remove_accumulators(self.optimizer, self._parameter(name))
+        self._made = {}
+
+
+def _refuse(optimizer: Any) -> None:
+    from paddle.optimizer import Optimizer
+
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidRequest(
+            f"the optimizer is a {kind}, not an optimizer of Paddle", hint="pass the paddle.optimizer.Optimizer inside it"
+        )
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        raise InvalidRequest(
+            f"a {kind} keeps state that is in no accumulators, and Holdfast cannot save it",
+            hint="use an optimizer that keeps all of its state in accumulators, such as AdamW",
+        )

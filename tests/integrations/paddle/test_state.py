@@ -1,0 +1,116 @@
+"""What a Paddle training consists of is stored and restored, bit for bit, into objects that were made anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from holdfast import Checkpointer
+from holdfast.integrations import paddle as holdfast_paddle
+from holdfast.integrations.paddle.entries import RANDOM
+
+pytestmark = pytest.mark.filterwarnings("ignore:::paddle")
+paddle.set_device("cpu")
+
+
+class Training(NamedTuple):
+    """A model, its optimizer and its schedule."""
+
+    model: Any
+    optimizer: Any
+    rate: Any
+
+    def steps(self, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            loss = (self.model(paddle.randint(0, 20, [4, 5])) ** 2).mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.clear_grad()
+            if not isinstance(self.rate, float):
+                self.rate.step()
+            losses.append(float(loss))
+        return losses
+
+    @property
+    def values(self) -> dict[str, np.ndarray]:
+        found = {name: tensor.numpy() for name, tensor in self.model.state_dict().items()}
+        own = {tensor.name: name for name, tensor in self.model.state_dict().items()}
+        for kind, by_owner in self.optimizer._accumulators.items():
+            found.update({f"{own[owner]}/{kind}": tensor.numpy() for owner, tensor in by_owner.items()})
+        return found
+
+
+def training(seed: int, kind: str = "AdamW", **options: Any) -> Training:
+    paddle.seed(seed)
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.Dropout(0.2), nn.Linear(16, 4))
+    rate = options.pop("rate", 0.01)
+    optimizer = getattr(paddle.optimizer, kind)(rate, parameters=model.parameters(), **options)
+    return Training(model, optimizer, rate)
+
+
+def assert_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype and value.tobytes() == other[name].tobytes(), name
+
+
+def continued(first: Training, second: Training, root: Path, **more: Any) -> None:
+    """Assert that the second goes on from a checkpoint of the first as the first does itself."""
+    first.steps(5)
+    with holdfast_paddle.attach(first.model, first.optimizer, "run", at=root, **more) as attached:
+        attached.save(5, wait="durable")
+        expected = first.steps(4)
+    with holdfast_paddle.attach(second.model, second.optimizer, "run", at=root, **more) as attached:
+        assert attached.restore() == 5
+        assert second.steps(4) == expected
+    assert_equal(first.values, second.values)
+
+
+@pytest.mark.parametrize("stepped", [0, 3])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("AdamW", {"weight_decay": 0.1, "apply_decay_param_fun": lambda name: ".w_" in name, "amsgrad": True}),
+        ("Adam", {"weight_decay": 0.1, "use_multi_tensor": True}),
+        ("Momentum", {"momentum": 0.8, "use_nesterov": True, "weight_decay": 0.01}),
+        ("SGD", {}),
+        ("Adamax", {}),
+        ("Lamb", {}),
+        ("NAdam", {}),
+        ("RAdam", {}),
+        ("Adagrad", {}),
+        ("Adadelta", {}),
+        ("RMSProp", {"centered": True, "momentum": 0.5}),
+        ("Rprop", {"learning_rate_range": (1e-5, 0.1)}),
+        ("ASGD", {"batch_num": 3}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_optimizer_continues(tmp_path: Path, kind: str, options: dict[str, Any], stepped: int) -> None:
+    """Also one that has taken steps of another training."""
+    first, second = training(1, kind, **options), training(2, kind, **options)
+    second.steps(stepped)
+    continued(first, second, tmp_path)
+
+
+def test_a_checkpoint_has_the_names_of_torch(tmp_path: Path) -> None:
+    """Moments, steps and hyper-parameters are stored as those of torch's AdamW; the powers of beta follow from the steps."""
+    one = training(1, weight_decay=0.1, apply_decay_param_fun=lambda name: ".w_" in name)
+    one.steps(3)
+    state = holdfast_paddle.state(one.model, one.optimizer)
+    assert set(state) == {"model", "optimizer", RANDOM}
+    shards = state["optimizer"]
+    assert {key for kept in shards.state().values() for key in kept} == {"exp_avg", "exp_avg_sq", "step"}
+    assert [kept["step"].item() for kept in shards.state().values()] == [3.0] * 7
+    decayed, others = shards.groups()
+    assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0.0
+    assert decayed["params"] == ["0.weight", "1.weight", "2.weight", "4.weight"]
+    assert others == {**others, "betas": (0.9, 0.999), "eps": 1e-08, "lr": 0.01}
+    with Checkpointer("run", state, at=tmp_path) as checkpointer:
+        checkpointer.save(3, wait="durable")
