@@ -95,7 +95,9 @@ def check_name(name: str) -> None:
 def only_model(manifest: Manifest) -> Manifest:
     """The manifest restricted to the model and the files beside it."""
     if GROUP not in manifest.tensors:
-        raise NoSuchResource(f"there is no group {GROUP!r}", hint=f"groups: {', '.join(manifest.groups)}")
+        raise NoSuchResource(
+            f"there is no group {GROUP!r}", hint=f"groups: {', '.join(manifest.groups)}; leave --model-only out"
+        )
     tensors = manifest.tensors[GROUP]
     ours = {naming.index_file_name(group) for group in manifest.groups} | {naming.STATE}
     wanted = {tensor.file for tensor in tensors.values()} | {naming.index_file_name(GROUP)}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.errors import CorruptExtent, NoSpace
+from holdfast_formats.errors import CorruptExtent, NoSpace, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
@@ -68,7 +68,13 @@ def planned_of(source: ExportSource, files: Files, terms: ExportTerms) -> Planne
     dtype = None if terms.dtype is None else plan.dtype_named(terms.dtype)
     options = ExportOptions(plan.weights_named(terms.weights or DEFAULT_WEIGHTS), dtype, terms.layout, program)
     kind = kinds.kind_named(terms.form or "")
-    return PlannedExport(source, files, kind.plan(source, options), kind.name)
+    made = kind.plan(source, options)
+    if not made.tensors and made.left_out:
+        raise StateMismatch(
+            f"nothing of the checkpoint can be exported as {kind.name}: {made.left_out[0].what}: {made.left_out[0].reason}",
+            hint="choose another kind for --as, or leave it out to export the checkpoint as it is",
+        )
+    return PlannedExport(source, files, made, kind.name)
 
 
 def _check_quantised(source: ExportSource, terms: ExportTerms) -> None:

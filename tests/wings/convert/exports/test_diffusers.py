@@ -12,12 +12,14 @@ from safetensors.numpy import load_file
 from holdfast_formats import naming
 from holdfast_formats.disk.packing import pack
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource
+from holdfast_formats.rest.jobs import ExportTerms
 from holdfast_formats.rest.offline import RootJob
 from holdfast_service.daemon.copying.progress import Quiet
 from holdfast_service.offline.__main__ import main
 from holdfast_service.wings.convert import offline
 from holdfast_service.wings.convert.exports import diffusers, safetensors_files
 from holdfast_service.wings.convert.exports.plan import ExportOptions
+from holdfast_service.wings.convert.foreign_export import planned_of
 from tests.job_requests import a_conversion, an_import
 from tests.wings.convert.exports.sources import made
 from tests.wings.convert.foreign.pipelines import pipeline
@@ -79,6 +81,15 @@ def test_what_is_no_pipeline(tmp_path: Path, group: str, assets: dict[str, bytes
     with pytest.raises(NoSuchResource, match="checkpoint has no") as refused:
         diffusers.plan(source, ExportOptions())
     assert "--as hf" in refused.value.hint
+
+
+def test_a_single_component(tmp_path: Path) -> None:
+    """Is committed as diffusers loads it: what asks for anything else leads to an export as it is."""
+    held = made(tmp_path / "step", {"diffusion_pytorch_model": {"w": np.ones(2, np.float32)}}, assets={})
+    for form in ("diffusers", "hf", "dcp"):
+        with pytest.raises(CheckpointError) as refused:
+            planned_of(held.source, held.source.files, ExportTerms(**{"as": form}))
+        assert "leave --as out" in refused.value.hint or "leave it out" in refused.value.hint
 
 
 def test_an_index_that_is_none(tmp_path: Path) -> None:

@@ -132,7 +132,12 @@ def _prefixed(group: Mapping[str, np.ndarray], lost: int) -> dict[str, np.ndarra
 @pytest.mark.parametrize(
     ("groups", "options", "error", "says"),
     [
-        ({"optim": GROUPS["optim"]}, ExportOptions(), NoSuchResource, "no group 'model'"),
+        (
+            {"optim": GROUPS["optim"]},
+            ExportOptions(),
+            NoSuchResource,
+            r"(?s)no group 'model'.*: optim; leave --as out",
+        ),
         ({"model": WEIGHTS}, ExportOptions(weights="ema"), NoSuchResource, "no group 'ema'"),
         ({"model": WEIGHTS, "ema": _prefixed(WEIGHTS, 99)}, ExportOptions(weights="ema"), StateMismatch, "module.lm_head"),
         ({"model": WEIGHTS, "ema": _prefixed(WEIGHTS, 1)}, ExportOptions(weights="ema"), StateMismatch, "embed_tokens"),

@@ -40,7 +40,9 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     if options.weights != "model":
         raise InvalidRequest("--weights does not apply to a pipeline of diffusers", hint="leave --weights out")
     if INDEX not in source.assets:
-        raise NoSuchResource(f"the checkpoint has no {INDEX}", hint="export a single model: --as hf")
+        single = _STEM_OF_DIFFUSERS in source.groups  # which diffusers loads as it was committed
+        hint = "export this single component: leave --as out" if single else "export a single model: --as hf"
+        raise NoSuchResource(f"the checkpoint has no {INDEX}", hint=hint)
     named = components(_document(source, INDEX))
     arranged = arrange(source, None)
     files = list[TargetFile]()

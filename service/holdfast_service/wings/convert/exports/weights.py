@@ -41,7 +41,8 @@ def choose(source: ExportSource, arranged: Arranged, options: ExportOptions, as_
     """
     model = _weights(arranged, GROUP)
     if not model:
-        raise NoSuchResource(f"the checkpoint has no group {GROUP!r}", hint=f"groups: {', '.join(source.groups) or 'none'}")
+        hint = f"groups: {', '.join(source.groups) or 'none'}; leave --as out to export each to files of its name"
+        raise NoSuchResource(f"the checkpoint has no group {GROUP!r}", hint=hint)
     taken, notes, left_out = model, list(arranged.notes), list[LeftOut]()
     if options.weights != GROUP:
         taken, missing, left_out = _instead(source, arranged, options.weights)

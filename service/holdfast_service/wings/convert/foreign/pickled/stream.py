@@ -9,6 +9,7 @@ READ_BYTES_MIN = 4096
 READ_BYTES_MAX = 2**18
 PICKLE_BYTES_MAX = 2**27  # of opcodes and their short arguments
 LINE_BYTES_MAX = 512  # names in `GLOBAL`
+SMALLER = "save it in several files, each with a part of its tensors and values"
 AGAIN = "save it again with the program that wrote it, as tensors and plain values"
 
 
@@ -82,7 +83,7 @@ class PickleStream:
         return StateMismatch(self._said(what), hint=hint, file=self.path)
 
     def limit(self, what: str) -> CheckpointError:
-        return LimitExceeded(self._said(what), hint=AGAIN, file=self.path)
+        return LimitExceeded(self._said(what), hint=SMALLER, file=self.path)
 
     def cut_off(self, what: str) -> CheckpointError:
         text = f"{self.path} ends at byte {self.stop}, and byte {self.opcode_at} begins {what}"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from holdfast_formats.errors import CheckpointError, CorruptManifest, LimitExceeded, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import StoredMember
+from holdfast_service.wings.convert.foreign.pickled.stream import SMALLER
 
 MEMBERS_MAX = 2**17
 DIRECTORY_BYTES_MAX = 2**25
@@ -67,7 +68,8 @@ def members(zip_file: ZipWindow) -> dict[str, ZipMember]:
     """All members by name, checked to be contiguous; errors name the file."""
     first, length, count = _directory(zip_file)
     if count > MEMBERS_MAX or length > DIRECTORY_BYTES_MAX:
-        raise LimitExceeded(f"{zip_file.path} has {count} members, over the limit of {MEMBERS_MAX}", file=zip_file.path)
+        what = f"{zip_file.path} has {count} tensors, or other members, over the limit of {MEMBERS_MAX}"
+        raise LimitExceeded(what, hint=SMALLER, file=zip_file.path)
     data = zip_file.read(first, length)
     zip_members: list[ZipMember] = []
     at = 0
