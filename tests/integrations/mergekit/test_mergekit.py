@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import warnings
+from importlib import resources
 from pathlib import Path
 
 import pytest
 import torch
+from mergekit._data import chat_templates
 from mergekit.architecture import json_definitions
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from holdfast_formats import naming
 from holdfast_formats.rest.offline import RootJob
 from holdfast_service.offline.__main__ import main
 from holdfast_service.wings.merge.stacking import is_before_layers
 from holdfast_service.wings.merge.token_rows import is_of_tokens
+from holdfast_service.wings.merge.vocabulary import TEMPLATES
 from tests.job_requests import a_merge
 from tests.wings.merge import zoo
 from tests.wings.merge.make_reference import by_mergekit
@@ -69,6 +73,22 @@ def test_what_is_before_the_layers() -> None:
                 assert is_of_tokens(weight["name"]) == (weight.get("vocabulary_axis") == 0), (file.name, weight["name"])
                 seen += 1
     assert seen > 80
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("prompt", [False, True])
+def test_chat_templates(name: str, prompt: bool) -> None:
+    """Each name makes the text that mergekit's own template makes of the same messages."""
+    chats = [
+        [{"role": role, "content": f" {role} {{}}\n#{number} "} for number, role in enumerate(roles.split())]
+        for roles in ("user", "system user", "system user assistant user", "user assistant", "system user assistant")
+    ]
+    its = (resources.files(chat_templates) / f"{name}.jinja").read_text()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": prompt}
+    wanted, found = (
+        render_jinja_template(chats, chat_template=template, **special)[0] for template in (its, TEMPLATES[name])
+    )
+    assert found == wanted
 
 
 def check_files(made: Path, wanted: Path) -> None:

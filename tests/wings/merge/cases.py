@@ -75,6 +75,9 @@ CASES = (
     Case("model_stock", ALONE, {"filter_wise": True}),
     Case("sce", ALONE),
     Case("sce", ALONE, {"select_topk": 0.3}),
+    Case("ram", ALONE, {"epsilon": 0.1}),
+    Case("ramplus_tl", ALONE, {"epsilon": 0.1, "r": 0.4, "alpha": 0.7}),
+    Case("ramplus_tl", ALONE),
     Case("nearswap", ({},), {"t": 0.03}),
     Case("arcee_fusion", ({},)),
 )

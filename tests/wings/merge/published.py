@@ -29,6 +29,7 @@ class Made(NamedTuple):
 
 
 RECIPES: dict[str, Made] = {
+    "a-template-by-name": Made(),
     "arcee-fusion": Made(),
     "breadcrumbs-ties": Made(),
     "chat-tokens": Made(rows=38, ulp=2),
@@ -46,6 +47,8 @@ RECIPES: dict[str, Made] = {
     "nuslerp-of-tasks": Made(ulp=4),
     "one-module": Made(),
     "padded": Made(rows=48, ulp=1),
+    "ram": Made(),
+    "ramplus": Made(),
     "sce": Made(ulp=4),
     "slerp-slices": Made(ulp=2),
     "slices-of-slerp": Made(layers=9, ulp=2),
@@ -67,7 +70,6 @@ REFUSED: dict[str, tuple[int | None, str]] = {
     "a-parameter-of-no-method": (9, "known parameters"),
     "a-random-seed": (6, "`seed`"),
     "a-revision": (4, "known keys"),
-    "a-template-by-name": (6, "the template's text"),
     "a-token-of-another-model": (9, "models that are merged"),
     "model-stock-with-weights": (7, "delete the line"),
     "experts": (4, "mergekit-moe"),

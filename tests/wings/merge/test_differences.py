@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdfast_service.wings.merge.differences import FusionTerms, NearTerms, SceTerms, StockTerms
+from holdfast_service.wings.merge.differences import FusionTerms, NearTerms, RamTerms, SceTerms, StockTerms
 from holdfast_service.wings.merge.scanning import Terms
 from holdfast_service.wings.merge.sparsifying import Sparsity
 from holdfast_service.wings.merge.task_vectors import TaskTerms
@@ -29,6 +29,8 @@ ALL: dict[str, tuple[Terms, int]] = {
     "sce": (SceTerms(2), 2),
     "sce of some": (SceTerms(3, 0.4), 3),
     "sce of none": (SceTerms(2, 0.0), 2),
+    "ram": (RamTerms(3, 0.1), 3),
+    "ramplus": (RamTerms(3, 0.1, 0.4, 0.7), 3),
     "nearswap": (NearTerms(0.02), 1),
     "fusion": (FusionTerms(), 1),
 }

@@ -1,4 +1,4 @@
-"""Methods that decide by differences to the base: Model Stock, SCE, NearSwap and Arcee Fusion, in mergekit's order.
+"""Methods that decide by differences to the base: Model Stock, SCE, RAM, NearSwap, Arcee Fusion, in mergekit's order.
 
 What follows from a whole tensor, or a whole row, is summed in float64. Arcee Fusion's quartiles are exact: mergekit takes
 them of a random sample where a tensor has over a million elements.
@@ -20,6 +20,7 @@ from holdfast_service.wings.merge.spheres import products, vectors
 
 _PRODUCT_MIN, _SINGULAR = 1e-6, 1e-6  # Model Stock's
 _SHARES_MIN = 1e-6  # SCE's
+_ALONE_MIN = np.float32(1e-5)  # RAM's, for a model of which others have changed every element
 _NEAR_MIN = np.float32(1e-6)
 _QUARTILES = (0.25, 0.5, 0.75)
 _LEAST = 1e-8  # what Arcee Fusion adds to a share
@@ -165,6 +166,59 @@ class SceFormula:
         assert cut is not None
         mask: Mask = cut.largest(magnitude_bits(self._variance(block)), block.start)
         return [one * mask for one in found]
+
+
+class RamTerms(NamedTuple):
+    """RAM: differences of one model alone as they are, those of several averaged; at most `epsilon` is no difference.
+
+    With `r`, what a model alone has changed grows by up to r·alpha, the more of its elements others have changed, too.
+    """
+
+    models: int
+    epsilon: float
+    r: float = 0.0
+    alpha: float = 0.0
+
+    def begin(self, shape: tuple[int, ...]) -> RamFormula:
+        return RamFormula(self)
+
+
+class RamFormula:
+    """base + Σ δᵢ·λᵢ of elements that one model changes, and Σ δᵢ / n of those that n change."""
+
+    row = 1
+
+    def __init__(self, terms: RamTerms) -> None:
+        self._count, self._least = terms.models, np.float32(terms.epsilon)
+        self._r, self._alpha = np.float32(terms.r), np.float32(terms.alpha)
+        self._scales = [np.float32(1)] * terms.models
+
+    def prepare(self, scan: Scan) -> None:
+        """Count each model's changes, alone and with others."""
+        if not self._r:
+            return
+
+        def measure(block: Block) -> list[tuple[int, int]]:
+            changed = [np.abs(one) > self._least for one in vectors(block, self._count)]
+            several = np.sum(changed, axis=0, dtype=np.int32) > 1
+            shared = [int(np.count_nonzero(one & several)) for one in changed]
+            return [(both, int(np.count_nonzero(one)) - both) for one, both in zip(changed, shared, strict=True)]
+
+        for number, counts in enumerate(zip(*scan(measure), strict=True)):
+            shared, alone = (np.float32(sum(part)) for part in zip(*counts, strict=True))
+            share = np.minimum(shared / np.maximum(alone, _ALONE_MIN), self._alpha)
+            self._scales[number] = np.float32(1) + self._r * share
+
+    def merge(self, block: Block) -> Floats:
+        found = vectors(block, self._count)
+        changed = [np.abs(one) > self._least for one in found]
+        changing = np.sum(changed, axis=0, dtype=np.int32)
+        alone, divisor = changing == 1, np.maximum(changing, 1).astype(np.float32)
+        made = np.zeros(block.size, np.float32)
+        for one, mask, scale in zip(found, changed, self._scales, strict=True):
+            made += np.where(mask, np.where(alone, one * scale, one / divisor), np.float32(0))
+        made += block.values(self._count, "base")
+        return made
 
 
 class NearTerms(NamedTuple):

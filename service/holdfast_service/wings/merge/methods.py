@@ -10,7 +10,7 @@ from typing import NamedTuple, cast, get_args
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_service.wings.merge.averages import AloneTerms, MeanTerms, SlerpTerms
-from holdfast_service.wings.merge.differences import FusionTerms, NearTerms, SceTerms, StockTerms
+from holdfast_service.wings.merge.differences import FusionTerms, NearTerms, RamTerms, SceTerms, StockTerms
 from holdfast_service.wings.merge.scanning import Terms
 from holdfast_service.wings.merge.sparsifying import Sparsification, Sparsity, Trim
 from holdfast_service.wings.merge.spheres import NuSlerpTerms, SphereTerms
@@ -137,6 +137,11 @@ def _sce(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
     return SceTerms(len(models), float(shared["select_topk"]))
 
 
+def _ram(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
+    r, alpha = (float(shared.get(name, 0.0)) for name in ("r", "alpha"))
+    return RamTerms(len(models), float(shared["epsilon"]), r, alpha)
+
+
 def _nearswap(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
     return NearTerms(float(shared["t"]))
 
@@ -248,6 +253,8 @@ _NUSLERP = (WEIGHT, MergeParameter("nuslerp_flatten", bool, True), MergeParamete
 _MULTISLERP = (WEIGHT, MergeParameter("normalize_weights", bool, True), MergeParameter("eps", float, 1e-8))
 _KARCHER = (MergeParameter("max_iter", int, 10), MergeParameter("tol", float, 1e-5))
 _STOCK = (MergeParameter("filter_wise", bool, False),)
+_RAM = (MergeParameter("epsilon", float, 1e-5),)
+_RAMPLUS = (MergeParameter("r", float, 0.1), MergeParameter("alpha", float, 0.2), *_RAM)
 _SCE = (_INT8_MASK, MergeParameter("select_topk", float, 1.0))
 
 METHODS: dict[str, Method] = {
@@ -261,6 +268,8 @@ METHODS: dict[str, Method] = {
         *map(_of_tasks, _WAYS),
         Method("model_stock", _STOCK, True, 2, 0, _stock, _OF_MERGEKIT),
         Method("sce", _SCE, True, 1, 0, _sce, _OF_MERGEKIT),
+        Method("ram", _RAM, True, 1, 0, _ram, _OF_MERGEKIT),
+        Method("ramplus_tl", _RAMPLUS, True, 1, 0, _ram, _OF_MERGEKIT),
         Method("nearswap", (_T,), True, 1, 1, _nearswap, _OF_MERGEKIT),
         Method("arcee_fusion", (), True, 1, 1, _fusion, _OF_MERGEKIT),
         Method("passthrough", (SCALE,), False, 1, 1, _alone, _OF_MERGEKIT),

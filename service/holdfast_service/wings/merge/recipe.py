@@ -40,7 +40,6 @@ NOT_SUPPORTED = {
     "random_seed": "write `seed` instead",
     "experts": "Holdfast makes no mixture of experts of dense models: use mergekit-moe, and import its result",
 }
-_OF_MERGEKIT = ("ram", "ramplus_tl")
 
 
 class MergeRecipe(NamedTuple):
@@ -171,8 +170,6 @@ def _needed(document: Located, keys: Mapping[str, Located], name: str) -> Locate
 
 def _method(given: Located, methods: Mapping[str, Method]) -> Method:
     name = given.text()
-    if name in _OF_MERGEKIT:
-        given.refuse(f"is {name!r}, a mergekit method that Holdfast does not support", f"one of {', '.join(methods)}")
     if name in PEFT_METHODS and name not in methods:
         given.refuse(f"is {name!r}, which combines adapters", "write `dialect: peft` and `group: adapter`")
     if name not in methods:

@@ -29,8 +29,40 @@ CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-_TEMPLATES = {"chatml": CHATML}
-_NAMED = ("alpaca", "exaone", "llama3", "mistral")  # mergekit's other ones, which it has as files
+_ALPACA = (
+    "{% set asked = messages|selectattr('role', 'equalto', 'system')|list %}{% if asked %}{{ asked[-1]['content']|trim }}"
+    "{% endif %}{{ '\\n\\n' }}"
+    "{% set heads = {'user': 'Instruction', 'assistant': 'Response', 'user_context': 'Input'} %}"
+    "{% for message in messages %}{% if message['role'] in heads %}"
+    "{{ '### ' + heads[message['role']] + ':\\n' + message['content']|trim + ('' if loop.last else '\\n\\n') }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1]['role'] != 'assistant' %}{{ '### Response:\\n' }}{% endif %}"
+)
+_EXAONE = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "{{ '        [|system|][|endofturn|]\\n\\n' }}{% endif %}"
+    "{{ '    [|' + message['role'] + '|]' + message['content'] + '\\n        ' }}"
+    "{{ '\\n\\n' if message['role'] == 'user' else '[|endofturn|]\\n\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '    [|assistant|]\\n' }}{% endif %}"
+)
+_LLAMA3 = (
+    "{% for message in messages %}{% if loop.first %}{{ bos_token }}{% endif %}{{ '<|start_header_id|>' + message['role'] + "
+    "'<|end_header_id|>\\n\\n' + message['content']|trim + '<|eot_id|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+_MISTRAL = (
+    "{% set asked = messages[0]['content'] if messages[0]['role'] == 'system' %}"
+    "{{ bos_token }}{% for message in (messages[1:] if asked is defined else messages) %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('the roles must alternate: user, assistant, user, …, after a system message if there is one') }}"
+    "{% elif message['role'] == 'user' %}"
+    "{{ ' [INST] ' + (asked + '\\n\\n' if loop.first and asked is defined else '') + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}"
+    "{% else %}{{ raise_exception('the roles are user and assistant, after a system message if there is one') }}"
+    "{% endif %}{% endfor %}"
+)
+# mergekit's names; each makes the text that mergekit's template makes.
+TEMPLATES = {"alpaca": _ALPACA, "chatml": CHATML, "exaone": _EXAONE, "llama3": _LLAMA3, "mistral": _MISTRAL}
 _PLAIN: dict[str, Any] = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
 
 
@@ -122,13 +154,11 @@ def read_template(given: Located | None) -> str | None:
     if given is None or given.value is None:
         return None
     text = given.text()
-    if text in _NAMED:
-        given.refuse(f"is {text!r}, a template that mergekit has as a file", "write the template's text, or auto")
     if text == "auto" or "{" in text:
         return text
-    if text not in _TEMPLATES:
-        given.refuse(f"is {text!r}, which is no template", f"auto, {', '.join(_TEMPLATES)}, or the template's text")
-    return _TEMPLATES[text]
+    if text not in TEMPLATES:
+        given.refuse(f"is {text!r}, which is no template", f"auto, {', '.join(TEMPLATES)}, or the template's text")
+    return TEMPLATES[text]
 
 
 class ModelTokens(NamedTuple):
