@@ -293,6 +293,8 @@ PEFT_METHODS: dict[str, Method] = {
         ("cat", ()),
         ("svd", (MergeParameter("rank", float, 0.0),)),
         ("ties", (_DENSITY, _MAJORITY)),
+        ("dare_linear", (_DENSITY,)),
+        ("dare_ties", (_DENSITY, _MAJORITY)),
         ("magnitude_prune", (_DENSITY,)),
     )
 }

@@ -130,6 +130,7 @@ def _plan_combination(recipe: MergeRecipe, models: Mapping[str, Model], sources:
         float(shared.get("density", 1.0)),
         str(shared.get("majority_sign_method", "total")),
         combining.rank_of(float(shared.get("rank", 0))),
+        recipe.seed,
     )
     weights = {module: [float(one["weight"]) for one in held] for module, (_, held) in values.items()}
     made, tensors = combining.combined(read, how, weights), dict[TensorKey, ForeignTensor]()

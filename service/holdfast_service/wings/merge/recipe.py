@@ -170,6 +170,9 @@ def _needed(document: Located, keys: Mapping[str, Located], name: str) -> Locate
 
 def _method(given: Located, methods: Mapping[str, Method]) -> Method:
     name = given.text()
+    if name.removesuffix("_svd") in PEFT_METHODS and name != "svd" and name.endswith("_svd"):
+        way = f"write `{name.removesuffix('_svd')}`, which prunes A and B, or `svd`, which prunes nothing"
+        given.refuse(f"is {name!r}, which prunes whole products and factorises them", way)
     if name in PEFT_METHODS and name not in methods:
         given.refuse(f"is {name!r}, which combines adapters", "write `dialect: peft` and `group: adapter`")
     if name not in methods:

@@ -109,5 +109,7 @@ COMBINATIONS = (
     CombinationCase("svd", words={"svd_rank": 6}),
     CombinationCase("ties", words={"density": 0.6}),
     CombinationCase("ties", words={"density": 0.6, "majority_sign_method": "frequency"}),
+    CombinationCase("dare_linear", words={"density": 0.6}),
+    CombinationCase("dare_ties", words={"density": 0.7, "majority_sign_method": "frequency"}),
     CombinationCase("magnitude_prune", words={"density": 0.3}),
 )

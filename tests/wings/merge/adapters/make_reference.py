@@ -14,12 +14,15 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import merge_utils
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
+from holdfast_service.wings.merge.draws import Draws
 from tests.wings.merge.adapters.cases import CASES, COMBINATIONS, COMBINED, AdapterCase, CombinationCase
 
 REFERENCE = Path(__file__).with_name("reference.safetensors")
@@ -88,12 +91,24 @@ def adapters(place: Path) -> None:
 
 
 def combine(case: CombinationCase, place: Path) -> None:
-    """Combine the adapters of `adapters` with PEFT, into the directory `combined`."""
+    """Combine the adapters of `adapters` with PEFT, which gets Holdfast's draws, into the directory `combined`."""
+    held = {
+        value.numpy().tobytes(): (number, name)
+        for number, one in enumerate(("one", "two"))
+        for name, value in tensors(place / one).items()
+    }
+
+    def drawn(tensor: torch.Tensor, density: float, rescale: bool) -> torch.Tensor:
+        draws = Draws(0, *held[tensor.numpy().tobytes()]).uniform(0, tensor.numel())
+        return tensor * (torch.from_numpy(draws) < density).reshape(tensor.shape) / density
+
     model = type(_model(CASES[0])).from_pretrained(place / "base")
     loaded, names = PeftModel.from_pretrained(model, place / "one", adapter_name="one"), ["one", "two"]
     loaded.load_adapter(place / "two", "two")
     chosen = names[: len(case.weights)]
-    loaded.add_weighted_adapter(chosen, list(case.weights), "combined", combination_type=case.method, **case.words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge_utils, "random_pruning", drawn)
+        loaded.add_weighted_adapter(chosen, list(case.weights), "combined", combination_type=case.method, **case.words)
     loaded.save_pretrained(place, selected_adapters=["combined"], save_embedding_layers=False)
 
 

@@ -129,6 +129,11 @@ def test_recipes_that_are_refused(world: MergeWorld, monkeypatch: pytest.MonkeyP
         world.merge(recipe("slerp"))
     with pytest.raises(InvalidRequest, match="no density"):
         world.merge(recipe("ties"))
+    with pytest.raises(InvalidRequest, match=r"line 1: .*'ties_svd', which prunes whole products") as refused:
+        world.merge(recipe("ties_svd"))
+    assert "`ties`" in refused.value.hint
+    with pytest.raises(InvalidRequest, match="density 0 would divide"):
+        world.merge(recipe("dare_linear", density=0))
     with pytest.raises(InvalidRequest, match=r"rank 2\.5"):
         world.merge(recipe("svd", svd_rank=2.5))
     models = recipe("linear").replace("adapter_model", "model").replace('"adapter"', '"model"')

@@ -1,5 +1,5 @@
-"""Adapters combined into one, as PEFT's `add_weighted_adapter` combines them: its `linear`, `cat`, `svd`, `ties` and
-`magnitude_prune`.
+"""Adapters combined into one, as PEFT's `add_weighted_adapter` combines them: its `linear`, `cat`, `svd`, `ties`,
+`dare_linear`, `dare_ties` and `magnitude_prune`.
 
 A module's A and B are small, and are computed whole. Arithmetic is F32 in PEFT's order, but for `svd`, which is exact in
 float64: a product of rank r has r singular values, so matrices of rank × rank are factorised.
@@ -23,10 +23,12 @@ from holdfast_service.wings.merge.adapters import config, tensors
 from holdfast_service.wings.merge.adapters.applying import AdapterParts
 from holdfast_service.wings.merge.adapters.config import AdapterConfig
 from holdfast_service.wings.merge.adapters.tensors import LoraPair
+from holdfast_service.wings.merge.draws import Draws
 
 Floats = NDArray[np.float32]
 MODULE_BYTES_MAX = 2**29  # of all adapters' A and B of one module, in F32
-_SAME_RANKS = ("linear", "ties", "magnitude_prune")
+_SAME_RANKS = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
+_ELECTING, _DRAWING = ("ties", "dare_ties"), ("dare_linear", "dare_ties")
 _ALONE = "merge each adapter into its base by itself, as MODEL+ADAPTER"
 
 
@@ -37,6 +39,7 @@ class Combination(NamedTuple):
     density: float = 1.0
     majority: str = "total"
     rank: int = 0
+    seed: int = 0
 
 
 class WeightedPair(NamedTuple):
@@ -45,6 +48,7 @@ class WeightedPair(NamedTuple):
     pair: LoraPair
     weight: float
     scale: float
+    number: int  # of the adapter in the recipe, which its draws depend on
 
 
 class CombinedAdapter(NamedTuple):
@@ -98,14 +102,16 @@ def combined(adapters: Sequence[ReadAdapter], how: Combination, weights: Mapping
 
     Raises `StateMismatch` for adapters of different modules' sizes or ranks, `LimitExceeded` for ones that are too large.
     """
+    if how.method in _DRAWING and not how.density:
+        raise InvalidRequest(f"{how.method} with density 0 would divide by it", hint="give a density above 0, at most 1")
     if len(adapters) == 1:
         how = how._replace(method="linear")  # as in PEFT
     rank = _rank(adapters, how)
     made: dict[str, ForeignTensor] = {}
     for module in dict.fromkeys(module for one in adapters for module in one.pairs):
         shares = [
-            WeightedPair(one.pairs[module], weight, one.terms.terms(module).scale)
-            for one, weight in zip(adapters, weights[module], strict=True)
+            WeightedPair(one.pairs[module], weight, one.terms.terms(module).scale, number)
+            for number, (one, weight) in enumerate(zip(adapters, weights[module], strict=True))
             if module in one.pairs
         ]
         for part in _combined(module, shares, how, rank):
@@ -170,8 +176,8 @@ class _Module:
             self._made[number] = None
 
     def _compute(self, fetch: FetchBox) -> tuple[Floats, Floats]:
-        lows = [_fetched(share.pair.low, fetch) for share in self.shares]
-        highs = [_fetched(share.pair.high, fetch) for share in self.shares]
+        lows = [self._fetched(share.pair.low, share.number, fetch) for share in self.shares]
+        highs = [self._fetched(share.pair.high, share.number, fetch) for share in self.shares]
         if self.how.method == "cat":
             scaled = [
                 low * np.float32(share.weight) * np.float32(share.scale)
@@ -185,9 +191,15 @@ class _Module:
         signs = np.asarray([1 if factor >= 0 else -1 for factor in factors], np.float32)
         return _mixed(lows, roots * signs, self.how), _mixed(highs, roots, self.how)
 
-
-def _fetched(stored: ForeignTensor, fetch: FetchBox) -> Floats:
-    return fetch(stored, whole(stored.spec.shape)).astype(np.float32)
+    def _fetched(self, stored: ForeignTensor, number: int, fetch: FetchBox) -> Floats:
+        """An adapter's matrix, pruned as the method says."""
+        values, how = fetch(stored, whole(stored.spec.shape)).astype(np.float32), self.how
+        if how.density >= 1:
+            return values
+        if how.method not in _DRAWING:
+            return _pruned(values, how.density)
+        drawn = Draws(how.seed, number, stored.spec.name).below(how.density, 0, values.size).reshape(values.shape)
+        return values * drawn / np.float32(how.density)
 
 
 def _padded(values: Floats, rank: int, axis: int) -> Floats:
@@ -196,13 +208,12 @@ def _padded(values: Floats, rank: int, axis: int) -> Floats:
 
 
 def _mixed(parts: Sequence[Floats], weights: Floats, how: Combination) -> Floats:
-    kept = [part if how.method == "linear" else _pruned(part, how.density) for part in parts]
-    if how.method != "ties":
-        return _sum([part * weight for part, weight in zip(kept, weights, strict=True)])
-    votes = _sum(kept) if how.majority == "total" else _sum([np.sign(part) for part in kept])
+    if how.method not in _ELECTING:
+        return _sum([part * weight for part, weight in zip(parts, weights, strict=True)])
+    votes = _sum(parts) if how.majority == "total" else _sum([np.sign(part) for part in parts])
     elected = np.where(votes >= 0, np.float32(1), np.float32(-1))
-    masks = [np.sign(part) == elected for part in kept]
-    total = _sum([part * weight * mask for part, weight, mask in zip(kept, weights, masks, strict=True)])
+    masks = [np.sign(part) == elected for part in parts]
+    total = _sum([part * weight * mask for part, weight, mask in zip(parts, weights, masks, strict=True)])
     count = np.maximum(np.sum(masks, axis=0), 1).astype(np.float32)
     divided: Floats = total / count
     return divided
@@ -217,8 +228,6 @@ def _sum(parts: Sequence[Floats]) -> Floats:
 
 def _pruned(values: Floats, density: float) -> Floats:
     """The largest elements; of equal ones the first."""
-    if density >= 1:
-        return values
     flat, kept = values.ravel(), np.zeros(values.size, np.bool_)
     kept[np.argsort(-np.abs(flat), kind="stable")[: int(density * flat.size)]] = True
     pruned: Floats = np.where(kept, flat, np.float32(0)).reshape(values.shape)
@@ -260,7 +269,7 @@ class CombinedHalf(NamedTuple):
 
     @property
     def terms(self) -> object:
-        weights = [(share.weight, share.scale) for share in self.module.shares]
+        weights = [(share.weight, share.scale, share.number) for share in self.module.shares]
         return tuple(self.module.how), self.module.rank, weights, self.number
 
     def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
