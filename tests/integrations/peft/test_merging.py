@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
@@ -64,6 +64,20 @@ def test_every_combination(world: MergeWorld, case: CombinationCase) -> None:
     if case.method != "svd":
         wanted = arrays(place / "combined")
         assert all(ulps(array, wanted[name]) <= 1 for name, array in combined(world)[0].items())
+
+
+def test_adapters_of_some_layers(world: MergeWorld) -> None:
+    """PEFT loads all products of a combination, also where the first adapter has only some layers."""
+    place = world.place / "peft"
+    adapters(place)
+    base = AutoModelForCausalLM.from_pretrained(place / "base")
+    some = LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[0], init_lora_weights=False)
+    get_peft_model(base, some).save_pretrained(world.place / "tuned-one")
+    (place / "two").rename(world.place / "tuned-two")
+    world.merge(recipe("cat"))
+    ours, plain = merged_by_peft(place / "base", world.path()), load_file(place / "base" / "model.safetensors")
+    changed = {name for name, value in ours.items() if name in plain and not np.array_equal(value, plain[name])}
+    assert {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qv"} <= changed
 
 
 def merged_by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:

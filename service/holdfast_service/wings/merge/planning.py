@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from math import prod
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,7 @@ from holdfast_service.wings.merge.vocabulary import TEMPLATE, ModelTokens, commo
 KIND = "merge"
 FLOATS = frozenset(DTYPES.values())
 NAMED_MAX = 3
+_BASE_NAME = "base_model_name_or_path"
 _TIES = "tie_word_embeddings"
 _ADAPTER_GROUPS = ("adapter", "adapter_model")
 _CALLED = {safe: name for name, safe in DTYPES.items()}
@@ -361,12 +363,25 @@ def _notes(recipe: MergeRecipe, sources: MergeSources, tensors: list[str]) -> li
     unused = recipe.unused_filters(tensors)
     if unused:
         notes.append(f"filters that match no tensor: {', '.join(unused[:NAMED_MAX])}")
+    notes += [note for name in recipe.inputs if (note := _other_base(name, sources))]
     for source in sources.by_name.values():
         notes += [f"{source.name}: {note}" for note in source.listing.notes]
         others = {key.group for key in source.listing.tensors} - {recipe.group, *_ADAPTER_GROUPS}
         if others:
             notes.append(f"{source.name}: not merged: group {', '.join(sorted(others))}")
     return notes
+
+
+def _other_base(name: ModelName, sources: MergeSources) -> str:
+    """What an adapter says of its base, if that has another name: tensors of equal shapes may be another model's."""
+    if name.adapter is None:
+        return ""
+    document = json.loads(_config(sources.source(name.adapter), sources))  # it was read before
+    said, own = document.get(_BASE_NAME), _model_config(sources.source(name.model), sources).get("_name_or_path")
+    known = {PurePath(str(one)).name for one in (name.model.partition("@")[0], own)}
+    if not said or PurePath(str(said)).name in known:
+        return ""
+    return f"{name.adapter} was trained on {said!r}, as its {adapter_config.NAME} says; it is added to {name.model}"
 
 
 def _about(recipe: MergeRecipe, sources: MergeSources) -> dict[str, Any]:

@@ -22,6 +22,15 @@ class AdapterCase(NamedTuple):
 
 
 _ATTENTION = ["q_proj", "v_proj"]
+_ALL = {
+    "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"],
+    "rank_pattern": {"up_proj": 2, r"layers\.0\.self_attn\.q_proj": 3},
+    "alpha_pattern": {"up_proj": 5, "v_proj": 0.5},
+    "use_rslora": True,
+    "use_dora": True,
+    "bias": "all",
+    "modules_to_save": ["lm_head"],
+}
 _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 CASES = (
@@ -80,6 +89,28 @@ CASES = (
     ),
     AdapterCase("a router", "mixtral", {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}),
     AdapterCase("experts of gpt-oss", "gpt_oss", {"target_modules": ["q_proj"], "target_parameters": _EXPERTS}),
+    AdapterCase("all at once", "qwen2", _ALL),
+    AdapterCase("all at once bf16", "qwen2", _ALL, "bfloat16"),
+    AdapterCase("a head that was tied, and more tokens", "tied", {"target_modules": ["lm_head", "q_proj"]}, vocabulary=24),
+    AdapterCase(
+        "more tokens, and both saved",
+        "tied",
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+        vocabulary=24,
+    ),
+    AdapterCase("conv1d and a head", "gpt2", {"target_modules": ["c_proj", "lm_head"], "fan_in_fan_out": True}),
+    AdapterCase(
+        "conv1d, all at once",
+        "gpt2",
+        {
+            "target_modules": ["c_attn", "c_proj", "wte"],
+            "rank_pattern": {"attn.c_proj": 2},
+            "use_rslora": True,
+            "alpha_pattern": {r"^transformer\.h\.0\.attn\.c_attn": 9},
+            "fan_in_fan_out": True,
+            "use_dora": True,
+        },
+    ),
     AdapterCase("a convolution", "vit", {"target_modules": ["projection", "query"]}),
     AdapterCase("a convolution with dora", "vit", {"target_modules": ["projection"], "use_dora": True}),
 )

@@ -91,6 +91,14 @@ def test_as_peft_merges_them(world: MergeWorld, case: AdapterCase) -> None:
         assert config.get(key) == theirs.get(key)
 
 
+def test_a_base_of_another_name(world: MergeWorld) -> None:
+    """The report says for which model an adapter was trained, unless the base has this name."""
+    for said, noted in (("lab/other-7b", True), ("/models/base", False), (None, False)):
+        put(case_named("plain"), world.place, base_model_name_or_path=said)
+        notes = world.merge(RECIPE, dry_run=True)["source"]["notes"]
+        assert any("./tuned was trained on 'lab/other-7b'" in note for note in notes) is noted
+
+
 def case_named(name: str) -> AdapterCase:
     return next(case for case in CASES if case.name == name)
 

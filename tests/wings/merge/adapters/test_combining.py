@@ -90,6 +90,19 @@ def test_the_sum_of_products(world: MergeWorld) -> None:
         np.testing.assert_allclose(array, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "chosen", [{"target_modules": ".*proj"}, {"layers_to_transform": [0]}, {"exclude_modules": ["layers.1.mlp.up_proj"]}]
+)
+def test_other_choices_of_modules(world: MergeWorld, chosen: dict[str, Any]) -> None:
+    """The result names every module that has a product, and no layers: PEFT would not load the others."""
+    put(world.place, "one", **chosen)
+    put(world.place, "two")
+    world.merge(recipe("cat"))
+    found, config = combined(world)
+    assert set(config["target_modules"]) == {name.removeprefix("base_model.model.") for name in products(found)}
+    assert not any(config[key] for key in ("layers_to_transform", "layers_pattern", "exclude_modules"))
+
+
 def test_adapters_that_cannot_be_combined(world: MergeWorld) -> None:
     """By the adapter's name and what it has; the way on is another method, or each by itself."""
     one, prefix = PEFT.arrays("one"), "base_model.model."
@@ -103,9 +116,6 @@ def test_adapters_that_cannot_be_combined(world: MergeWorld) -> None:
         world.merge(recipe("cat"))
     put(world.place, "one", r=5)
     with pytest.raises(StateMismatch, match="has rank 5"):
-        world.merge(recipe("cat"))
-    put(world.place, "one", target_modules=".*proj")
-    with pytest.raises(StateMismatch, match="target_modules"):
         world.merge(recipe("cat"))
     half = {name: array[:2] if "_A" in name else np.ascontiguousarray(array[:, :2]) for name, array in one.items()}
     put(world.place, "one", half, r=2)

@@ -23,6 +23,8 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "e
 _TIED, _VOCABULARY = "tie_word_embeddings", "vocab_size"
 # Names of a module's parameters in the order in which transformers defines them, and PEFT nests their products.
 _ORDER = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+_WITH_CONV1D = frozenset({"clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
+_CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})  # their modules of this kind
 _TRANSPOSED = frozenset({"aria", "gpt_oss", "llama4", "llama4_text", "openai_privacy_filter"})  # experts are [in, out]
 
 
@@ -171,7 +173,7 @@ class _Work:
         self._given[target] = module
         rank, scale = self._terms.terms(key)
         spec, moves = self._spec(target), self._moves(target)
-        product = self._product(pair, spec.shape, scale)
+        product = self._product(module, pair, spec.shape, scale)
         if product is None:
             shapes = f"{list(pair.high.spec.shape)} × {list(pair.low.spec.shape)}"
             raise StateMismatch(
@@ -204,14 +206,20 @@ class _Work:
             config.refuse(self._name, what, magnitude.spec.name)
         return Magnified(added, magnitude)
 
-    def _product(self, pair: LoraPair, shape: tuple[int, ...], scale: float) -> Product | None:
+    def _product(self, module: str, pair: LoraPair, shape: tuple[int, ...], scale: float) -> Product | None:
         low, high = pair.low.spec.shape, pair.high.spec.shape
-        view = changes.fits(low, high, shape, self._terms.turned, pair.embedding)
+        view = changes.fits(low, high, shape, self._turned(module), pair.embedding)
         experts = 1
         if view is None and not pair.embedding:
             transposed = self._base.config.get("model_type") in _TRANSPOSED
             view, experts = changes.fits_experts(low, high, shape, transposed), shape[0] if shape else 1
         return None if view is None else Product(pair.low, pair.high, scale, view, experts)
+
+    def _turned(self, module: str) -> bool:
+        """Whether a module's weight is [in, out]. PEFT's one flag is that of the last module, where a model has both."""
+        if self._base.config.get("model_type") in _WITH_CONV1D:
+            return _plain(module).rpartition(".")[2] in _CONV1D
+        return self._terms.turned
 
     def _parameter(self, module: str, parts: AdapterTensors) -> str | None:
         """The parameter of `target_parameters` that a pair belongs to; None for the weight of a module."""

@@ -29,6 +29,7 @@ Floats = NDArray[np.float32]
 MODULE_BYTES_MAX = 2**29  # of all adapters' A and B of one module, in F32
 _SAME_RANKS = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
 _ELECTING, _DRAWING = ("ties", "dare_ties"), ("dare_linear", "dare_ties")
+_CHOICE = ("layers_to_transform", "layers_pattern", "exclude_modules")  # which of the target_modules have a product
 _ALONE = "merge each adapter into its base by itself, as MODEL+ADAPTER"
 
 
@@ -282,17 +283,14 @@ class CombinedHalf(NamedTuple):
 def _config(adapters: Sequence[ReadAdapter], rank: int) -> bytes:
     """The first adapter's configuration with the result's rank, a scale of one, and the modules of all."""
     targets = [one.document.get("target_modules") for one in adapters]
-    if all(isinstance(one, list) for one in targets):
-        together: Any = sorted({name for one in targets for name in one or ()})
-    elif all(isinstance(one, str) for one in targets):
-        together = targets[0] if len(set(map(str, targets))) == 1 else "|".join(f"({one})" for one in targets)
-    else:
-        raise StateMismatch(
-            "one adapter names its target_modules in a list, and another by an expression",
-            hint=f"write them in one way in each {config.NAME}",
-            file=config.NAME,
-        )
+    if all(isinstance(one, list) for one in targets) and not any(
+        one.document.get(key) for one in adapters for key in _CHOICE
+    ):
+        together = sorted({name for one in targets for name in one or ()})
+    else:  # each chooses modules in its own way; their names choose the same
+        together = sorted({module for one in adapters for module in one.pairs})
     changed = {"r": rank, "lora_alpha": rank, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
+    changed |= dict.fromkeys(_CHOICE)
     document = {**adapters[0].document, **changed, "target_modules": together}
     return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
 

@@ -14,12 +14,12 @@ _EMBEDDING_A, _EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"
 _MAGNITUDES = (".lora_magnitude_vector", ".lora_magnitude_vector.weight")
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _BASE = ".base_layer"
+_COPIES = ("modules_to_save", "original_module")
 _OF_PEFT = (
     "lora_",
     "token_adapter",
-    "original_module",
-    "modules_to_save",
     "base_layer",
+    *_COPIES,
 )  # parts of names without a meaning here
 
 
@@ -57,7 +57,7 @@ def sort(adapter: Mapping[str, ForeignTensor], name: str) -> AdapterTensors:
             pairs[module] = pair
         elif key.endswith(_TOKENS):
             tokens[key.removesuffix(_TOKENS)] = tensor
-        elif not _of_pair(key, inner, name):
+        elif not _of_pair(key, inner, name) and not _again(key, inner):
             target = _replaced(key)
             if any(part.startswith(_OF_PEFT) for part in target.split(".")):
                 config.refuse(name, f"{_PREFIX + key!r} has no known meaning", _PREFIX + key)
@@ -85,6 +85,15 @@ def _of_pair(key: str, inner: Mapping[str, ForeignTensor], name: str) -> bool:
                 config.refuse(name, f"{_PREFIX + key!r} exists without {_PREFIX + other!r}", _PREFIX + key)
             return True
     return False
+
+
+def _again(key: str, inner: Mapping[str, ForeignTensor]) -> bool:
+    """Whether it is one that PEFT does not load: with its embeddings it saves those of `modules_to_save` three times, as the
+    trained module, as its copy, and as the module before.
+    """
+    module, _, leaf = key.rpartition(".")
+    owner, _, kind = module.rpartition(".")
+    return kind in _COPIES and f"{owner}.{leaf}" in inner
 
 
 def _replaced(key: str) -> str:
