@@ -42,6 +42,8 @@ OTHERS_OPTIONS = {
     "--ckpt-convert-format": "Megatron-LM",
     "--export-root": "holdfast serve",
     "--input": "DeepSpeed's ds_to_universal",
+    "--target_pipeline_model_parallel_size": "NeMo's megatron_change_num_partitions",
+    "--target_tensor_model_parallel_size": "the same",
 }
 # The readers: `ForeignKind.read` gives their errors a hint, as tests/wings/convert/foreign/test_kinds.py holds it to. These
 # modules of theirs also run elsewhere, and these classes while tensors are read.
@@ -76,10 +78,11 @@ OTHERS_KEYWORDS = {
     "shuffle": "torch's DataLoader",
     "use_collectives": "torch's DCP",
     "use_orig_params": "torch's FSDP",
+    "weights_only": "torch.load",
 }
 _ERRORS = {leaf.__name__ for leaf in LEAVES}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
 _COMMAND = re.compile(r"holdfast ([a-z]+)\b(?! of| that| knows)")
 _CALL = re.compile(rf"(?<![\w.])(?:holdfast\.)?({'|'.join(OURS)})\((\w+)=(?!=)")
 _KEYWORD = re.compile(r"(?<![\w.'\"])([a-z]\w+)=(?![=\d.])")
