@@ -50,11 +50,29 @@ def test_as_deepspeed_reads_it(tmp_path: Path, ranks: int, stage: int, kind: str
         key = ("model", name) if not stem else ("optim", name)
         key = key if part != "master" else ("master" if kind != "fp32" else "model", stem)
         assert found[key] == tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), name
-    universal = tmp_path / "universal" / f"{TAG}_universal"
+    universal = to_universal(saved)
+    assert values(universal, read(universal)) == found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("stage", "kind"), [(1, "bf16"), (2, "fp32")])
+def test_tensor_parallelism(tmp_path: Path, ranks: int, stage: int, kind: str) -> None:
+    """The parts of two ranks are joined as DeepSpeed joins them: by rows, columns and halves, without padded words."""
+    saved = tmp_path / "saved"
+    torchrun(ranks, "tests.integrations.deepspeed.parallel", str(saved), str(stage), kind)
+    listing = read(saved)
+    universal = to_universal(saved)
+    assert values(saved, listing) == values(universal, read(universal))
+    assert ("optim", "gated.weight/exp_avg_sq") in listing.tensors
+
+
+def to_universal(saved: Path) -> Path:
+    """What `ds_to_universal` makes of a checkpoint."""
+    universal = saved.parent / "universal" / f"{TAG}_universal"
     tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
     places = ["--num_merge_workers", "1", "--input_folder", str(saved / TAG), "--output_folder", str(universal)]
     universal.parent.mkdir()
     shutil.copy(saved / "latest", universal.parent / "latest")
     subprocess.run([*tool, *places], check=True, capture_output=True)
     (universal.parent / "latest").unlink(missing_ok=True)
-    assert values(universal.parent, read(universal.parent)) == found
+    return universal.parent

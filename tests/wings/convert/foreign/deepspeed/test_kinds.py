@@ -220,7 +220,7 @@ def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], None]:
         (MODEL, _set("module", "surprise", to={}), "has 'surprise'"),
         (MODEL, _set("data_sampler", to={"a": 1}), "has 'data_sampler'"),
         (MODEL, _set("client", to=[torch.ones(2)]), r"has 'client_state\.client"),
-        (MODEL, _set("mp_world_size", to=2), "tensor parallelism"),
+        (MODEL, _set("mp_world_size", to=2), "tensor-parallel ranks"),
         (
             MODEL,
             _set("param_shapes", 0, "embed.weight", to=torch.Size((12, 5))),
@@ -244,7 +244,7 @@ def test_what_does_not_fit(directory: Path, file: str, change: Callable[[dict[st
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism"),
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "lacks files of some ranks of tensor parallelism"),
         ("layer_00-model_00-model_states.pt", "does not belong to a checkpoint that uses only ZeRO"),
         ("layer_0_expert_1_mp_rank_00_model_states.pt", "does not belong to a checkpoint that uses only ZeRO"),
         ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "belong to the same rank"),

@@ -27,7 +27,7 @@ _RECORDS = frozenset(
     )
 )
 _UNIVERSAL = "convert it with DeepSpeed's zero_to_fp32.py and import the weights, or continue with ZeRO only and save again"
-_OF_PARTS = "convert it, and import the result: python -m deepspeed.checkpoint.ds_to_universal --input_folder …"
+OF_PARTS = "convert it, and import the result: python -m deepspeed.checkpoint.ds_to_universal --input_folder …"
 
 
 class ZeroFiles(NamedTuple):
@@ -57,25 +57,29 @@ def _is_checkpoint(files: Files, directory: str) -> bool:
     return any(_OPTIMIZER.fullmatch(name) for name in files.list(directory))
 
 
-def sort_out(files: Files, directory: str) -> ZeroFiles:
-    """The files of a tag's directory by rank; `StateMismatch` for any other file."""
-    models: dict[int | None, str] = {}
-    optimizers: dict[int, str] = {}
+def sort_out(files: Files, directory: str) -> list[ZeroFiles]:
+    """The files of a tag's directory for each tensor-parallel rank; `StateMismatch` for any other file."""
+    models: dict[int, dict[int | None, str]] = {}
+    optimizers: dict[int, dict[int, str]] = {}
     for name in files.list(directory):
         model, optimizer = _MODEL.fullmatch(name), _OPTIMIZER.fullmatch(name)
         path = join(directory, name)
-        parallel = int((model or optimizer).group(2)) if model or optimizer else 0  # type: ignore[union-attr]
-        if parallel:
-            what = "belongs to a model trained with tensor parallelism, whose parts only DeepSpeed joins"
-            raise refused(path, what, _OF_PARTS)
         if model:
-            models[None if model[1] is None else int(model[1])] = name
+            models.setdefault(int(model[2]), {})[None if model[1] is None else int(model[1])] = name
         elif optimizer:
-            if int(optimizer[1]) in optimizers:
-                raise refused(path, f"and {optimizers[int(optimizer[1])]} belong to the same rank")
-            optimizers[int(optimizer[1])] = name
+            held = optimizers.setdefault(int(optimizer[2]), {})
+            if int(optimizer[1]) in held:
+                raise refused(path, f"and {held[int(optimizer[1])]} belong to the same rank")
+            held[int(optimizer[1])] = name
         elif directory:
-            raise refused(path, "does not belong to a checkpoint that uses only ZeRO")
+            raise refused(path, "does not belong to a checkpoint that uses only ZeRO and tensor parallelism", OF_PARTS)
+    if models.keys() != optimizers.keys() or sorted(models) != list(range(len(models))):
+        raise refused(directory or "the directory", "lacks files of some ranks of tensor parallelism", "copy all files")
+    return [_of_one(directory, models[rank], optimizers[rank]) for rank in sorted(models)]
+
+
+def _of_one(directory: str, models: Mapping[int | None, str], optimizers: Mapping[int, str]) -> ZeroFiles:
+    """The files of one tensor-parallel rank, in the order of their ranks; `StateMismatch` if some are missing."""
     if sorted(optimizers) != list(range(len(optimizers))):
         missing = next(rank for rank in range(len(optimizers)) if rank not in optimizers)
         raise refused(

@@ -17,7 +17,7 @@ from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import torch_values
 from holdfast_service.wings.convert.foreign.computed import rounded
 from holdfast_service.wings.convert.foreign.deepspeed import files as zero_files
-from holdfast_service.wings.convert.foreign.deepspeed import universal, unused_files, zero_partitions
+from holdfast_service.wings.convert.foreign.deepspeed import tensor_parallel, universal, unused_files, zero_partitions
 from holdfast_service.wings.convert.foreign.deepspeed.files import ZeroFiles, dict_in, flat, list_in, refused, shapes_in
 from holdfast_service.wings.convert.foreign.deepspeed.optimizer import (
     ZeroRank,
@@ -60,11 +60,14 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
         return _read_universal(files, universal.read(files, whole))
     if directory is None:
         raise refused(zero_files.LATEST, "does not name a directory with ZeRO optimizer states", "copy the whole checkpoint")
-    saved = _read(files, zero_files.sort_out(files, directory))
-    parameters, lanes = _parameters(saved)
-    masters = {one.name: _master(one, lanes) for one in parameters}
-    tensors, notes = _weights(saved, masters)
-    made = [*tensors, *optimizer_tensors(parameters, saved.ranks, saved.stage, files)]
+    ranks = zero_files.sort_out(files, directory)
+    every = [_read(files, held, len(ranks)) for held in ranks]
+    saved, notes = every[0], list[str]()
+    parameters, made = _tensors(files, saved, notes)
+    if len(every) > 1:
+        parts = [made, *(_tensors(files, one, [])[1] for one in every[1:])]
+        made = list(tensor_parallel.joined(parts, _rules(every)))
+        notes.append(f"the parts of {len(every)} tensor-parallel ranks were joined as ds_to_universal joins them")
     listed: dict[TensorKey, ForeignTensor] = {}
     for tensor in made:
         tensor.spec.check()
@@ -76,7 +79,8 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
         notes.append(_LEFT_OUT)
     documents = unused_files.documents(saved.models[0], saved.ranks[0], saved.model_path)
     documents["optim"] = {optimizer_state.KEY: optimizer_state.document(groups)}
-    uses, assets = unused_files.uses(files, saved.held)
+    all_of_them = ZeroFiles(directory, *(tuple(name for held in ranks for name in held[kind]) for kind in (1, 2)))
+    uses, assets = unused_files.uses(files, all_of_them)
     step = torch_values.integer(saved.models[0], "global_steps", saved.model_path)
     return ForeignListing(KIND.name, listed, uses, documents, assets, tuple(notes), step)
 
@@ -100,8 +104,27 @@ def _read_universal(files: Files, found: Universal) -> ForeignListing:
     return ForeignListing(KIND.name, made, uses, documents, assets, tuple(notes), step)
 
 
-def _read(files: Files, held: ZeroFiles) -> _Saved:
-    """All files, checked to be of one step and of the stated number of ranks."""
+def _tensors(files: Files, saved: _Saved, notes: list[str]) -> tuple[list[FlatParameter], list[ForeignTensor]]:
+    """The parameters and all tensors of one tensor-parallel rank. Adds to `notes`."""
+    parameters, lanes = _parameters(saved)
+    tensors, more = _weights(saved, {one.name: _master(one, lanes) for one in parameters})
+    notes += more
+    return parameters, [*tensors, *optimizer_tensors(parameters, saved.ranks, saved.stage, files)]
+
+
+def _rules(every: Sequence[_Saved]) -> tensor_parallel.JoiningRules:
+    """The rules by which all tensor-parallel ranks are joined, which must be of one step and of ZeRO 1 or 2."""
+    first = every[0]
+    for one in every:
+        if one.stage == 3 or one.stage != first.stage:
+            raise refused(one.model_path, "is of ZeRO 3 with tensor parallelism", zero_files.OF_PARTS)
+        if one.models[0].get("global_steps") != first.models[0].get("global_steps"):
+            raise refused(one.model_path, "is from a step other than that of the other files", "copy all of one checkpoint")
+    return tensor_parallel.rules(first.models[0], first.model_path)
+
+
+def _read(files: Files, held: ZeroFiles, parallel: int) -> _Saved:
+    """The files of one of so many tensor-parallel ranks, checked to be of one step and of the stated number of ranks."""
     models = [zero_files.read(files, held.path(name)) for name in held.models]
     ranks = [rank_state(zero_files.read(files, held.path(name)), held.path(name)) for name in held.optimizers]
     stages = {rank.stage for rank in ranks}
@@ -111,8 +134,9 @@ def _read(files: Files, held: ZeroFiles) -> _Saved:
         if any(count != len(ranks) for count in rank.partitions):
             raise refused(rank.path, f"expects {rank.partitions} partitions, but {len(ranks)} ranks have files")
     for name, model in zip(held.models, models, strict=True):
-        if model.get("global_steps") != models[0].get("global_steps") or model.get("mp_world_size") not in (1, None):
-            raise refused(held.path(name), "is from a step other than that of the other files, or uses tensor parallelism")
+        if model.get("global_steps") != models[0].get("global_steps") or model.get("mp_world_size", parallel) != parallel:
+            what = "is from a step other than that of the other files, or of another number of tensor-parallel ranks"
+            raise refused(held.path(name), what)
         if list_in(model, "param_shapes", held.path(name)) != models[0]["param_shapes"]:
             raise refused(
                 held.path(name), "lists different parameters than the other files", "copy all files of one checkpoint"
