@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -95,6 +96,8 @@ class Forked:
             "directory": os.getcwd(),
         }
         self.pid = ask_to_begin(kind, asked, theirs)
+        # Where a test fails before it ends this, a warning of these would fail one that comes later.
+        weakref.finalize(self, _close, [pipe for pipe in (self.stdin, self.stdout) if pipe is not None])
         for descriptor in theirs:
             os.close(descriptor)
 
@@ -136,6 +139,12 @@ class Forked:
 
     def __exit__(self, *_: object) -> None:
         self.communicate()
+
+
+def _close(pipes: list[IO[str]]) -> None:
+    for pipe in pipes:
+        with suppress(OSError):  # nothing reads it any more
+            pipe.close()
 
 
 class _Server:

@@ -39,11 +39,17 @@ _launches = itertools.count()
 daemon = own_daemon(scope="function")
 
 
-def start(daemon: RunningDaemon, world: int, step: int) -> list[Forked]:
-    """The ranks of a launch, which save a step and then wait."""
+def start(daemon: RunningDaemon, world: int, step: int, in_turn: bool = False) -> list[Forked]:
+    """The ranks of a launch, which save a step and then wait; `in_turn`, each once the one before it has sealed its part."""
     launch = f"launch-{next(_launches)}"
     words = ["-m", "tests.crash.rank_process", daemon.socket, "r"]
-    return [Forked([*words, i, world, launch, step, SIZE], talks=True) for i in range(world)]
+    ranks = []
+    for number in range(world):
+        ranks.append(Forked([*words, number, world, launch, step, SIZE], talks=True))
+        if in_turn:
+            assert ranks[-1].stdout is not None
+            assert f"sealed {step}\n" in iter(ranks[-1].stdout.readline, "")
+    return ranks
 
 
 def kill(ranks: list[Forked]) -> None:
@@ -103,11 +109,13 @@ def test_a_killed_trainer_restores_from_the_slots(daemon: RunningDaemon) -> None
 
 
 def test_memory_does_not_double_on_restart(daemon: RunningDaemon) -> None:
-    """The same ranks of the next launch get the very segments of the last one, and save into them."""
+    """The same ranks of the next launch get the very segments of the last one, and save into them, also one that is there
+    only after another has saved.
+    """
     saved_and_killed(daemon)
     before = arena_bytes(daemon)
     inodes = {os.stat(path).st_ino for path in shared_memory(daemon)}
-    ranks = start(daemon, WORLD, 2)
+    ranks = start(daemon, WORLD, 2, in_turn=True)
     wait_until(lambda: committed_steps(daemon.root, "r") == [2, 1])
     assert arena_bytes(daemon) == before
     assert {os.stat(path).st_ino for path in shared_memory(daemon)} == inodes

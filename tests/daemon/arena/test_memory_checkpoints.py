@@ -160,20 +160,25 @@ def test_what_is_kept_gives_way() -> None:
             assert all(rank.segment.fd < 0 for rank in ranks), reason
 
 
-def left_behind(arena: Arena) -> tuple[ArenaSegment, subprocess.Popen[bytes]]:
-    """A segment of attempt 1 whose conversation is over, and the process that had it, which may live on."""
+def a_peer() -> tuple[PeerProcess, subprocess.Popen[bytes]]:
+    """A process that has connected, as the daemon knows it."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind("")  # a name of the kernel's choice
     listener.listen(1)
     code = f"import socket,time; s=socket.socket(socket.AF_UNIX); s.connect({listener.getsockname()!r}); time.sleep(3600)"
     process = subprocess.Popen([sys.executable, "-c", code])
     connection, _ = listener.accept()
+    with connection, listener:
+        return PeerProcess(connection), process
+
+
+def left_behind(arena: Arena) -> tuple[ArenaSegment, subprocess.Popen[bytes]]:
+    """A segment of attempt 1 whose conversation is over, and the process that had it, which may live on."""
+    peer, process = a_peer()
     segment = arena.reserve(GEOMETRY, "test", SegmentOwner(RUN, 0, 1, 1))
-    segment.used_by(connection, PeerProcess(connection))
+    segment.used_by(process, peer)
     segment.keep(0, lambda: None)
     arena.drop(segment)
-    connection.close()
-    listener.close()
     return segment, process
 
 
@@ -211,6 +216,37 @@ def test_memory_in_use_is_not_taken_over() -> None:
     segment.release(slot)
     assert arena.take_over(GEOMETRY, SegmentOwner(RUN, 0, 1, 2)) is segment
     segment.close()
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_rank_that_saves_first_leaves_the_others_their_memory(committed: bool) -> None:
+    """The first rank of the next launch saves before the second one is there, whose memory waits for it, until it leases its
+    slot or another step is committed. The step itself is in memory no longer.
+    """
+    with after_a_commit() as (world, ranks):
+        for rank in ranks:
+            peer, process = a_peer()
+            rank.segment.used_by(rank, peer)
+            process.kill()
+            process.wait()
+            rank.leave()
+        attempt = world.control.launches.declare(RUN, "next", WORLD, None)
+        for number, rank in enumerate(ranks):
+            owner = SegmentOwner(RUN, number, WORLD, attempt)
+            assert world.arena.take_over(GEOMETRY, owner) is rank.segment
+            world.saver.holds.succeeded(owner)
+            world.saver.holds.trains(owner, range(number + 1))
+            if number == 0 or not committed:
+                rank.segment.lease(2, attempt, 0)
+            assert world.held(1) == {} and world.saver.holds.report() == []
+            assert world.saver.holds.awaiting is (number == 0)
+        if committed:
+            world.saver.holds.end(RUN)
+        for rank in ranks:
+            world.arena.drop(rank.segment)
+            for slot in range(GEOMETRY.slots):
+                rank.segment.release(slot)
+        assert world.arena.bytes == 0
 
 
 @pytest.fixture

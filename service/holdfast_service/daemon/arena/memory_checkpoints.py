@@ -68,6 +68,7 @@ class _Hold:
         self.of, self.parts = of, dict(sorted(parts.items()))
         self._alone_since: float | None = None  # time.monotonic(), once a rank is gone
         self.successors: set[tuple[int, int]] = set()  # (attempt, rank) that have memory of their own
+        self.overwritten = False  # only memory is kept, for the successors of ranks that are gone
 
     @property
     def alone(self) -> bool:
@@ -166,7 +167,7 @@ class MemoryCheckpoints:
         """
         with self._lock:
             hold = self._held.get(run)
-            if hold is None or hold.of.step != step or len(hold.parts) > HELD_RANKS_MAX:
+            if hold is None or hold.overwritten or hold.of.step != step or len(hold.parts) > HELD_RANKS_MAX:
                 return (), ()
             parts = [
                 HeldPart(rank=rank, slot=part.slot, table_digest=f"{part.header.seal:016x}")
@@ -178,18 +179,18 @@ class MemoryCheckpoints:
         """The slots of this save that are here, for another node; empty if it is not in memory."""
         with self._lock:
             hold = self._held.get(of.run)
-            if hold is None or hold.of != of:
+            if hold is None or hold.overwritten or hold.of != of:
                 return []
             slots = []
             for rank, part in hold.parts.items():
                 with suppress(CheckpointError):  # its rank has written over the header
-                    slots.append(LentSlot(rank, part, lambda: self._held.get(of.run) is hold))
+                    slots.append(LentSlot(rank, part, lambda: self._is_held(hold)))
             return slots
 
     def report(self) -> list[MemoryUse]:
         """Held memory by run."""
         with self._lock:
-            holds = sorted(self._held.values(), key=lambda hold: hold.of)
+            holds = sorted((hold for hold in self._held.values() if not hold.overwritten), key=lambda hold: hold.of)
         uses = []
         for hold in holds:
             size = 0
@@ -211,9 +212,9 @@ class MemoryCheckpoints:
 
     def trains(self, owner: SegmentOwner, here: Collection[int]) -> None:
         """A rank of a later attempt saves, so all of its launch have restored, on other nodes too. With the last one of
-        those that are `here`, memory that none of them took over is freed.
+        those that are `here`, memory that none of them took over is freed. Without other nodes, all of them will be here.
         """
-        self._freed_after(owner, here)
+        self._freed_after(owner, here if self._partly else range(owner.world))
 
     def _freed_after(self, owner: SegmentOwner, ranks: Iterable[int]) -> None:
         with self._lock:
@@ -255,7 +256,23 @@ class MemoryCheckpoints:
         if before is not None:
             self._release(before)
         for segment, slot in hold.parts.values():
-            segment.keep(slot, lambda: self._end(hold))
+            segment.keep(slot, lambda: self._overwrite(hold))
+
+    def _is_held(self, hold: _Hold) -> bool:
+        return self._held.get(hold.of.run) is hold and not hold.overwritten
+
+    def _overwrite(self, hold: _Hold) -> None:
+        """A rank has leased its slot: the step is no longer in memory. The memory of ranks that are gone stays for their
+        successors, which may reserve later than this rank.
+        """
+        with self._lock:
+            hold.overwritten = True
+            gone = [part for part in hold.parts.values() if part.segment.retired]
+            if not gone and self._held.get(hold.of.run) is hold:
+                del self._held[hold.of.run]
+        for part in hold.parts.values():
+            if part not in gone:
+                part.segment.unkeep(part.slot)
 
     def _end(self, hold: _Hold) -> None:
         with self._lock:
