@@ -98,6 +98,12 @@ class DeclaredLayout:
     def mesh(self) -> dict[str, int]:
         return successors.stated(self.layout.mesh)
 
+    @property
+    def divides(self) -> bool:
+        """Whether ranks hold parts of plain tensors. With replicas alone (`dp=8`) each holds whole ones."""
+        mesh = self.layout.mesh
+        return mesh.world > mesh.dp or mesh.ep * mesh.etp > 1
+
     def outward(self, content: Content, live: Live) -> Content:
         """Replace local tensors in the content by the stored ones. Raises `StateMismatch` or `InvalidRequest` for
         misfits.
@@ -199,7 +205,8 @@ class DeclaredLayout:
     def _declare(self, group: str, content: Content, live: Live) -> Group:
         given = named_specs(group, content)
         local, known = given.local, self._groups.get(group)
-        if known is not None and known.local == local and (self._saved is None or known.foreign == given.foreign):
+        same = known is not None and known.local == local
+        if known is not None and same and (self._saved is None or (known.foreign, known.followed) == given.stated):
             return known
         if self._saved is not None:
             return self._saved.named(group, given, live, self.layout.stage < _SHARED_FROM_STAGE[group])

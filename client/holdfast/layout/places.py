@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -28,7 +28,7 @@ def land(
     restoration: MatchedLeaves,
     held: Mapping[Key, LocalTensor],
     notes: Sequence[str],
-    wholes: Mapping[Key, Sequence[BoxMove]],
+    moves_of: Callable[[Key], Sequence[BoxMove] | None],
 ) -> MatchedLeaves:
     """The restoration with boxes of stored tensors instead of local tensors, and of what a program makes whole. Zeroes
     padding at the end.
@@ -36,13 +36,12 @@ def land(
     leaves: list[Leaf] = []
     zeroed = []
     for leaf in restoration.leaves:
-        if leaf.key in wholes:
-            for name, piece in whole_views(leaf, wholes[leaf.key]):
-                leaves.append(Leaf(leaf.group, name, leaf.dtype, piece.box.stop, (piece,), leaf.placement))
-            continue
         local = held.get(leaf.key) if leaf.plain else None
         if local is None:
-            leaves.append(leaf)
+            moves = moves_of(leaf.key)
+            made = () if moves is None else whole_views(leaf, moves)
+            leaves += [Leaf(leaf.group, name, leaf.dtype, p.box.stop, (p,), leaf.placement) for name, p in made]
+            leaves += [leaf] if moves is None else []
             continue
         for part in local.parts if leaf.shape else local.parts[:1]:  # one number may be stored for several tensors
             piece = LivePiece(part.box, view(leaf, part))
@@ -152,7 +151,7 @@ class Group(NamedTuple):
     """The local tensors of one group, the parts of each, and the names that the model ties to others.
 
     `ties` are names of this rank's tensors, `stored_ties` of stored ones. `wholes` describe how a program makes tensors
-    that state their own place, as whole tensors.
+    that state their own place, or whose optimizer state does (`followed`), as whole tensors.
     """
 
     local: Specs
@@ -161,6 +160,7 @@ class Group(NamedTuple):
     stored_ties: Mapping[str, str] = {}
     wholes: Mapping[str, WholeTensor] = {}
     foreign: Mapping[str, tuple[str, Shape]] = {}  # the tensors that state their own place
+    followed: Mapping[str, tuple[str, Shape]] = {}
 
     def knows(self, name: str) -> bool:
         """Whether the stored tensors of a live one are known."""

@@ -5,7 +5,7 @@ With a mapping program, the checkpoint's tensors are those that it makes of the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor, Part
 from holdfast_formats.layout.rank_tensors import LayoutHoldings
 from holdfast_formats.layout.rules import Rules
-from holdfast_formats.mapping.box_moves import BoxMove, MappedTensor
+from holdfast_formats.mapping.box_moves import BoxMove
 from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.programs import CompiledProgram, Program
 from holdfast_formats.programs.remade import RemadeTensors
@@ -58,7 +58,7 @@ class RankCheckpoint(NamedTuple):
     stored: OfferedLeaves
     held: Mapping[Key, LocalTensor]
     notes: tuple[str, ...]
-    wholes: Mapping[Key, Sequence[BoxMove]] = {}  # of tensors that state their own place: what the whole ones are made of
+    moves_of: Callable[[Key], Sequence[BoxMove] | None] = lambda _: None  # what a program makes a whole tensor of
 
 
 class LayoutPart(NamedTuple):
@@ -141,7 +141,8 @@ def through_program(
     positions = {name: position for position, name in enumerate(live.parameters)}
     specs: dict[str, Mapping[str, tuple[str, Shape]]] = dict(stored.specs)
     held: dict[Key, LocalTensor] = {}
-    wholes: dict[Key, Sequence[BoxMove]] = {}
+    moves_of = _Moves(compiled)
+    foreign_sources: dict[Key, list[str]] = {}
     notes: list[str] = []
     aliases = {group: tied for group, tied in stored.aliases.items() if group not in specs or group not in wanted.groups}
     for group in (group for group in (*NAMED, OPTIM) if group in wanted.groups and stored.specs.get(group)):
@@ -153,27 +154,40 @@ def through_program(
         held.update({(group, local.name): local for local in own})
         specs[group] = {local.name: (local.dtype, local.shape) for local in own}
         aliases[group] = {alias: name for alias, name in makes.aliases.items() if group != OPTIM and name in specs[group]}
-        for mapped in _foreign(compiled, group, live):
-            moves = tuple(move._replace(source=TensorKey(group, makes.name(move.source.name))) for move in mapped.moves)
-            wholes[group, mapped.spec.name] = moves
-            specs[group] = {**specs[group], mapped.spec.name: (mapped.spec.dtype, mapped.spec.shape)}
+        moves_of.names[group] = makes.name
+        foreign = [mapped.spec for key, mapped in compiled.tensors.items() if key.group == group and live.is_foreign(*key)]
+        foreign_sources |= {
+            (group, one.name): [move.source.name for move in moves_of((group, one.name)) or ()] for one in foreign
+        }
+        specs[group] = {**specs[group], **{one.name: (one.dtype, one.shape) for one in foreign}}
         notes += [note for note in found.notes if note not in notes]
-    sources_of = {key: [part.tensor for part in local.parts] for key, local in held.items()}
-    sources_of |= {key: [move.source.name for move in moves] for key, moves in wholes.items()}
+    sources_of = {key: [part.tensor for part in local.parts] for key, local in held.items()} | foreign_sources
     values = {**stored.values, OPTIM: inward_texts(stored, sources_of)} if OPTIM in stored.values else stored.values
-    return RankCheckpoint(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes), wholes)
+    return RankCheckpoint(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes), moves_of)
 
 
-def _foreign(compiled: CompiledProgram, group: str, live: Live) -> Iterator[MappedTensor]:
-    for key, mapped in compiled.tensors.items():
-        if key.group == group and live.is_foreign(group, key.name):
-            if sum(move.target.volume for move in mapped.moves) < prod(mapped.spec.shape):
-                raise InvalidRequest(
-                    f"{group}/{key.name} is a DTensor or Fragment, and program {compiled.program!r} pads it",
-                    hint="padded tensors must be plain tensors",
-                    tensor=key.name,
-                )
-            yield mapped
+class _Moves:
+    """What a program makes whole tensors of, for live ones that state their own place. `names` returns the stored name of a
+    tied tensor of a group.
+    """
+
+    def __init__(self, compiled: CompiledProgram) -> None:
+        self.compiled = compiled
+        self.names: dict[str, Callable[[str], str]] = {}
+
+    def __call__(self, key: Key) -> tuple[BoxMove, ...] | None:
+        """None for a tensor that the program does not make; `InvalidRequest` for one that it pads."""
+        group, name = key
+        mapped = self.compiled.tensors.get(TensorKey(*key)) if group in self.names else None
+        if mapped is None:
+            return None
+        if sum(move.target.volume for move in mapped.moves) < prod(mapped.spec.shape):
+            raise InvalidRequest(
+                f"{group}/{name} is a DTensor or Fragment, and program {self.compiled.program!r} pads it",
+                hint="padded tensors must be plain tensors",
+                tensor=name,
+            )
+        return tuple(move._replace(source=TensorKey(group, self.names[group](move.source.name))) for move in mapped.moves)
 
 
 def owner_of(group: str, name: str) -> str:

@@ -24,20 +24,31 @@ from holdfast_formats.tensors import TensorSpec
 
 
 class NamedSpecs(NamedTuple):
+    """The tensors of a group: plain ones, those that state their own place, and plain ones whose optimizer state does."""
+
     local: Specs
     foreign: Specs
     aliases: Specs
     foreign_aliases: Specs
+    followed: Specs
+
+    @property
+    def stated(self) -> tuple[Specs, Specs]:
+        return self.foreign, self.followed
 
 
 def named_specs(group: str, content: Content) -> NamedSpecs:
     local: Specs = {}
     foreign: Specs = {}
+    followed: set[str] = set()
     for leaf in content.leaves.values():
         if leaf.group == group:
             (local if leaf.plain else foreign)[leaf.name] = leaf.dtype, leaf.shape
+        elif leaf.group == OPTIM and not leaf.plain:
+            followed.add(owner_of(OPTIM, leaf.name))
     tied = content.aliases.get(group, {})
-    return NamedSpecs(local, foreign, *({a: held[n] for a, n in tied.items() if n in held} for held in (local, foreign)))
+    aliases, others = ({a: held[n] for a, n in tied.items() if n in held} for held in (local, foreign))
+    return NamedSpecs(local, foreign, aliases, others, {name: local[name] for name in local.keys() & followed})
 
 
 class SavedPlaces:
@@ -70,9 +81,10 @@ class SavedPlaces:
         Raises `InvalidRequest` or `StateMismatch` for what the program or the layout does not fit.
         """
         places, ties = self._plain(group, named_specs, live, whole)
-        wholes, more = self._wholes(group, {**named_specs.foreign, **named_specs.foreign_aliases})
+        stated = {**named_specs.foreign, **named_specs.foreign_aliases, **named_specs.followed}
+        wholes, more = self._wholes(group, stated)
         self._saved.check_alone((*named_specs.local, *named_specs.foreign))
-        return Group(named_specs.local, places, {}, {**ties, **more}, wholes, named_specs.foreign)
+        return Group(named_specs.local, places, {}, {**ties, **more}, wholes, named_specs.foreign, named_specs.followed)
 
     def _plain(self, group: str, given: NamedSpecs, live: Live, whole: bool) -> tuple[Places, dict[str, str]]:
         local, aliased = given.local, given.aliases

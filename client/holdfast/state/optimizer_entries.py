@@ -30,10 +30,10 @@ class KnownOfOptimizers(NamedTuple):
 
 
 def optimizers_of(
-    state: Mapping[str, Any], collections: Sequence[NamedTensors], declared: bool, known: KnownOfOptimizers
+    state: Mapping[str, Any], collections: Sequence[NamedTensors], divided: bool, known: KnownOfOptimizers
 ) -> list[OptimizerEntry]:
-    """Every optimizer of a state whose other entries are `collections`; `declared`: a layout is declared. `known` outlasts
-    this reading.
+    """Every optimizer of a state whose other entries are `collections`; `divided`: a layout divides plain tensors among
+    ranks. `known` outlasts this reading.
 
     Refuses a parameter with two owners or no name.
     """
@@ -44,7 +44,7 @@ def optimizers_of(
             continue
         optimizer: OptimizerEntry
         if isinstance(value, OptimizerShards):
-            _refuse_layout(key, declared)
+            _refuse_layout(key, divided)
             optimizer = optimizer_shards.read(key, value, _by_name(collections))
         else:
             optimizer = _torch_optimizers(key, value, state, collections, known)
@@ -92,9 +92,9 @@ def _by_name(collections: Sequence[NamedTensors]) -> dict[str, Storable]:
     return storables
 
 
-def _refuse_layout(key: str, declared: bool) -> None:
-    if declared:
+def _refuse_layout(key: str, divided: bool) -> None:
+    if divided:
         raise InvalidRequest(
             f"{key}: OptimizerShards describes its shards by the names of whole tensors, which layout= splits",
-            hint="without layout=, pass the model's tensors as Fragments too",
+            hint='declare replicas alone, layout="dp=…", and pass the model\'s tensors as Fragments too',
         )

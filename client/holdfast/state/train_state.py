@@ -348,7 +348,7 @@ class TrainState:
         for plan in plans:
             plan.wanted = [leaf for leaf in plan.wanted if leaf.key in shown.held or not live.is_empty(leaf)]
         found = settle(match_leaves(plans, shown.stored, selection, strict), beside, from_model)
-        return parts.keeper.noting(land(found, shown.held, shown.notes, shown.wholes))
+        return parts.keeper.noting(land(found, shown.held, shown.notes, shown.moves_of))
 
     def _values(self, groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
         by_group = _by_group(groups, values)
@@ -370,7 +370,8 @@ class TrainState:
             tensors = [part._replace(state=part.state._replace(unsaved=frozenset())) for part in tensors]
         for part in tensors:
             sharding_marks.check(part.path, part.state.tensors, self.world, self.declared is not None)
-        optimizers_now = optimizers_of(self.state, tensors, self.declared is not None, self._known_of_optimizers)
+        divided = self.declared is not None and self.declared.divides
+        optimizers_now = optimizers_of(self.state, tensors, divided, self._known_of_optimizers)
         tensors = keep_trained(tensors, (name for one in optimizers_now for name in one.parameter_names()))
         given = [value for value in self.state.values() if isinstance(value, NamedSnapshot)]
         others: list[AskedEntry] = [LoadHooks(self.state, self.unsaved), *given]

@@ -13,7 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import holdfast
+from holdfast import ParallelLayout
 from holdfast.checkpointer import Checkpointer
+from holdfast.launch import Launch
+from holdfast.layout.declared import declare
 from holdfast.stage import background_safe
 from holdfast.state import optimizer_wrappers
 from holdfast.state.optimizer_shards import OptimizerShards
@@ -255,6 +259,90 @@ def test_a_master_of_other_elements_is_not_set_from_a_weight_of_its_shape():
     assert torch.equal(master.tensor, torch.full((6,), -1.0))
 
 
+TURNED = """name = "turned"
+from = "hf"
+to = "ours"
+statements = '''
+fc.weight^T -> fc.w
+q.weight, k.weight -> qk.w, sizes=equal
+* -> *
+'''
+"""
+TURNED_SHAPES = {"fc.w": (6, 4), "qk.w": (4, 3), "norm": (4,)}
+
+
+class Turned:
+    """A rank that holds all elements of the tensors that the program makes, whole or in two flat runs, and an optimizer.
+
+    `cut` names what it holds in runs: everything, or as sharding does in stage 1, only what the optimizer keeps.
+    """
+
+    def __init__(self, seed: int, cut: str, masters: bool = True) -> None:
+        self.generator, self.rate = torch.Generator().manual_seed(seed), 0.1 * seed
+        self.cut = cut == "all"
+        self.weights = {name: self.part(shape) for name, shape in TURNED_SHAPES.items()}
+        self.cut = cut != ""
+        step = {"step": torch.tensor(float(seed)), "beta1_pow_acc": torch.full((1,), 0.9**seed)}
+        keys = ("exp_avg", "exp_avg_sq", "master")[: 3 if masters else 2]
+        self.kept = {
+            name: {key: tensor.clone() for key, tensor in step.items()} | {key: self.part(shape) for key in keys}
+            for name, shape in TURNED_SHAPES.items()
+        }
+        self.shards = OptimizerShards(
+            groups=lambda: [{"params": list(TURNED_SHAPES), "lr": self.rate}],
+            state=lambda: self.kept,
+            install=lambda groups, _: setattr(self, "rate", groups[0]["lr"]),
+        )
+        self.state = {"model": self.weights, "optim": self.shards}
+
+    def part(self, shape: tuple[int, ...]) -> Any:
+        tensor = torch.randn(shape, generator=self.generator)
+        middle, flat = tensor.numel() // 3, tensor.view(-1)
+        cuts = ((0, middle), (middle, tensor.numel()))
+        return [Fragment(flat[a:b], shape, flat=(a, b)) for a, b in cuts] if self.cut else tensor
+
+    def whole(self, name: str, key: str = "") -> torch.Tensor:
+        found = self.kept[name][key] if key else self.weights[name]
+        runs = [part.tensor for part in found] if isinstance(found, list) else [found.reshape(-1)]
+        return torch.cat(runs).reshape(TURNED_SHAPES[name])
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize(("cut", "other"), [("", "all"), ("all", "state"), ("state", "")])
+def test_its_state_goes_through_a_program_with_the_weights(tmp_path, cut, other, masters):
+    """Masters, moments and single numbers are stored as those of the checkpoint's tensors, for torch; and come back, cut in
+    another way.
+    """
+    layout = ParallelLayout("dp=1", program=TURNED)
+    saved = Turned(3, cut, masters)
+    with Checkpointer.alone("run", saved.state, at=tmp_path, layout=layout) as checkpointer:
+        checkpointer.save(1, wait="durable")
+    with holdfast.open("run@1", root=tmp_path) as checkpoint:
+        power = checkpoint.read("q.weight/beta1_pow_acc", group="optim", framework="torch")
+        moment = checkpoint.read("fc.weight/exp_avg", group="optim", framework="torch")
+        joined = checkpoint.read("k.weight", group="master" if masters else "model", framework="torch")
+    assert power.item() == saved.kept["qk.w"]["beta1_pow_acc"].item()
+    assert torch.equal(moment, saved.whole("fc.w", "exp_avg").T)
+    assert torch.equal(joined, saved.whole("qk.w", "master" if masters else "")[2:])
+    restored = Turned(8, other, masters)
+    with Checkpointer.alone("run", restored.state, at=tmp_path, layout=layout) as checkpointer:
+        assert checkpointer.restore() == 1
+    assert restored.rate == saved.rate
+    for name in TURNED_SHAPES:
+        for key in ("", *saved.kept[name]):
+            if key in ("step", "beta1_pow_acc"):
+                assert restored.kept[name][key].item() == saved.kept[name][key].item()
+            else:
+                assert torch.equal(restored.whole(name, key), saved.whole(name, key))
+
+
+def test_a_layout_that_divides_plain_tensors_is_refused():
+    """Its parts are known by the names of whole tensors."""
+    declared = declare(ParallelLayout("tp=2"), Launch(0, 2, "l", 2), {})
+    with pytest.raises(InvalidRequest, match="by the names of whole tensors, which layout= splits"):
+        TrainState(Turned(3, "").state, 0, 2, declared)
+
+
 REFUSED: dict[str, tuple[Callable[[Partition], None], str]] = {
     "a strange name": (lambda p: p.groups_now[0]["params"].append("more"), r"optim.groups\(\)\[0\] names 'more'"),
     "a name twice": (lambda p: p.groups_now[0]["params"].append("norm"), "names the parameter 'norm' twice"),
@@ -310,8 +398,6 @@ def test_what_it_is_made_of_is_checked():
         TrainState({**part.model(weights), "more": adam(weights)}, 0, 1)
     with pytest.raises(InvalidRequest, match="inside another object"):
         TrainState({"model": weights, "optim": [part.shards]}, 0, 1)
-    with pytest.raises(InvalidRequest, match="layout="):
-        Checkpointer("run", part.model(weights), layout="tp=1")
 
 
 def test_a_tied_parameter_has_the_name_under_which_it_is_stored():

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 from holdfast.integrations.paddle import entries
 from holdfast.integrations.paddle.attached import Attached
 from holdfast.integrations.paddle.entries import state
+from holdfast.integrations.paddle.layouts import assets, layout, with_model
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from holdfast.checkpointer_options import Options
 
-__all__ = ["Attached", "attach", "state"]
+__all__ = ["Attached", "assets", "attach", "layout", "state"]
 
 
 def attach(
@@ -41,7 +42,9 @@ def attach(
 ) -> Attached:
     """Save this training to a Holdfast run, and restore it from there.
 
+    The checkpoints have Hugging Face's names and shapes, and the model's config.json, unless `layout` is given: a `layout()`
+    with another program, or None for Paddle's names and shapes.
     `more` has further entries of the state, such as `{"progress": {"samples": 0}}`. `options` are those of `Checkpointer`.
     Every rank calls it. Raises `InvalidRequest` for what cannot be saved.
     """
-    return Attached(run, entries.state(model, optimizer, scheduler, scaler, **(more or {})), options)
+    return Attached(run, entries.state(model, optimizer, scheduler, scaler, **(more or {})), with_model(options, model))

@@ -1,0 +1,46 @@
+"""Options of a `Checkpointer` that follow from a live Paddle model: its mapping program and its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.integrations.paddle import program as programs
+from holdfast.integrations.paddle.views import LayerViews
+from holdfast.layout.rules_choice import ParallelLayout, ProgramSource, program_of
+from holdfast.state import assets as asset_files
+
+
+def layout(model: Any, program: ProgramSource = None) -> ParallelLayout | None:
+    """The layout with which the checkpoints of a state of this model are Hugging Face's, for `Checkpointer(layout=…)`.
+
+    `program` is a mapping program in place of the model's own. None is returned where Paddle's names and shapes are Hugging
+    Face's. Raises `InvalidRequest` for a model whose own statements cannot be used.
+    """
+    chosen = programs.program_of(model, LayerViews(model).tensors) if program is None else program_of(program)
+    return None if chosen is None else ParallelLayout(f"dp={_world()}", config=config(model), program=chosen)
+
+
+def config(model: Any) -> Mapping[str, Any] | None:
+    """What `layout` tells of the model: its config.json, None if it has none."""
+    found = programs.config_of(programs.unwrapped(model))
+    return None if found is None else programs.values_of(model, found, LayerViews(model).tensors)
+
+
+def assets(model: Any) -> dict[str, Any]:
+    """The model's config.json in Hugging Face's form, for `Checkpointer(assets=…)`; nothing for a model without a config."""
+    known = config(model)
+    return {} if known is None else {programs.CONFIG: known}
+
+
+def with_model(options: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """The options of a `Checkpointer`, with layout and config.json of the model where they have none of their own."""
+    given = {} if options.get("assets") is None else asset_files.collect(options["assets"])
+    own = {} if "layout" in options else {"layout": layout(model)}
+    return {**own, **options, "assets": {**assets(model), **given}}
+
+
+def _world() -> int:
+    import paddle
+
+    return int(paddle.distributed.get_world_size())
