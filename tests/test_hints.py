@@ -41,7 +41,7 @@ OTHERS_OPTIONS = {
     "--ckpt-format": "Megatron-LM",
     "--ckpt-convert-format": "Megatron-LM",
     "--export-root": "holdfast serve",
-    "--input": "DeepSpeed's ds_to_universal",
+    "--input_folder": "DeepSpeed's ds_to_universal",
     "--target_pipeline_model_parallel_size": "NeMo's megatron_change_num_partitions",
     "--target_tensor_model_parallel_size": "the same",
 }

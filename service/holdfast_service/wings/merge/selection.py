@@ -25,6 +25,7 @@ _ALL = 0x7FFFFFFF  # the bits of magnitudes
 _SIGN = np.uint32(_ALL)
 COLLECTED_MAX = 2**20  # different elements in a window, block by block, that one selector keeps: 12 bytes each
 _DEVIATIONS, _UNLIKE = 5, 0.005  # a sample's window: standard deviations on each side, and what parts of a tensor differ by
+_LUMP = 0.002  # of a sample: where 16-bit numbers were subtracted, many elements are equal
 
 Bits = NDArray[np.uint32]
 _Way = Literal["window", "high", "low", "equal", "place"]
@@ -85,6 +86,7 @@ class Selector:
         self._left = count
         self._way: _Way = "window" if elements <= collected_max else "high"
         self._low, self._high = 0, _ALL
+        self._ends: tuple[int, ...] = ()  # ends of the window that many elements are equal to
         self._below = self._inside = self._different = 0
         self._collected: list[Any] = []  # of each block: how many, or the different ones and how many of each
         self._bins, self._lock = np.zeros(_HIGH_BINS, np.int64), Lock()
@@ -110,14 +112,16 @@ class Selector:
         self._low = int(sample[low]) if low >= 0 else 0
         self._high = int(sample[high]) if high < sample.size else _ALL
         self._way = "window"
+        ends = np.array([self._low, self._high], np.uint32)
+        equal = np.searchsorted(sample, ends, "right") - np.searchsorted(sample, ends, "left")
+        self._ends = tuple(ends[equal > _LUMP * sample.size].tolist())
 
     def measure(self, bits: Bits) -> Any:
         if self._way == "window":
             below = int(np.count_nonzero(bits < self._low)) if self._low else 0
             if self._low == self._high:
                 return below, int(np.count_nonzero(bits == self._low))
-            inside = bits[(bits - np.uint32(self._low)) <= self._high - self._low]
-            return below, np.unique(inside, return_counts=True)
+            return below, self._different_ones(bits)
         if self._way == "high":
             return self._count_bins(np.bincount(bits >> _LOW_BITS, minlength=_HIGH_BINS))
         if self._way == "low":
@@ -126,6 +130,18 @@ class Selector:
         if self._way == "equal":
             return int(np.count_nonzero(bits == self._bits))
         return int(np.flatnonzero(bits == self._bits)[self._left - 1])
+
+    def _different_ones(self, bits: Bits) -> tuple[Bits, NDArray[np.int64]]:
+        """The different elements in the window, and how many of each; large ends are counted without being collected."""
+        first, last = self._low + (self._low in self._ends), self._high - (self._high in self._ends)
+        inside = bits[(bits - np.uint32(first)) <= last - first] if first <= last else bits[:0]
+        values, counts = np.unique(inside, return_counts=True)
+        for end in self._ends:
+            count = int(np.count_nonzero(bits == end))
+            if count:
+                at = 0 if end == self._low else values.size
+                values, counts = np.insert(values, at, end), np.insert(counts, at, count)
+        return values, counts
 
     def add(self, start: int, measured: Any) -> None:
         """Add `measure`'s result for the block that begins at element `start`."""
