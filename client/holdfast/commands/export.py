@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 LEFT_OUT_SHOWN = 20
 STDOUT = "-"
 KINDS = (
-    "hf, trainer, peft, diffusers, dcp, deepspeed-universal, gguf, paddle-uc, paddle-flex, paddle-sharding-io or paddle-lora"
+    "hf, trainer, peft, diffusers, dcp, megatron, deepspeed-universal, gguf, paddle-uc, paddle-flex, paddle-sharding-io "
+    "or paddle-lora"
 )
 
 Target = Annotated[
@@ -53,7 +54,12 @@ Weights = Annotated[
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="Convert the weights, to bf16 for example.")]
 Layout = Annotated[
-    str | None, typer.Option("--layout", metavar="NAME", help="With --as dcp, the keys: fsdp, torchtitan or plain.")
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="NAME",
+        help="The keys: with --as dcp fsdp, torchtitan or plain; with megatron stacked or by-number.",
+    ),
 ]
 Program = Annotated[
     str | None,

@@ -58,6 +58,7 @@ EXPORT_KINDS = {
     "peft": "a PEFT adapter",
     "diffusers": "a pipeline of diffusers",
     "dcp": "a directory of torch.distributed.checkpoint",
+    "megatron": "a checkpoint of Megatron-core (torch_dist)",
     "deepspeed-universal": "a universal checkpoint of DeepSpeed",
     "gguf": "a GGUF file of llama.cpp",
     "paddle-uc": "a unified checkpoint of PaddleFormers",
@@ -130,7 +131,9 @@ class ExportTerms(Arguments):
     form: Text | None = Field(default=None, alias="as", description=f"the program: {', '.join(EXPORT_KINDS)}")
     weights: Text | None = Field(default=None, description="model, ema or master; model if not given")
     dtype: Text | None = Field(default=None, description="convert the weights, to bf16 for example")
-    layout: Text | None = Field(default=None, description="key names for dcp: fsdp, torchtitan or plain")
+    layout: Text | None = Field(
+        default=None, description="key names for dcp: fsdp, torchtitan or plain; for megatron: stacked or by-number"
+    )
     program: Text | None = Field(default=None, description="a mapping program: its name, or its text")
 
 

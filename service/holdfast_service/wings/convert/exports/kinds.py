@@ -9,6 +9,7 @@ from holdfast_service.wings.convert.exports import (
     diffusers,
     gguf,
     hugging_face,
+    megatron,
     peft,
     trainer,
 )
@@ -21,6 +22,7 @@ KINDS: tuple[ExportKind, ...] = (
     peft.KIND,
     diffusers.KIND,
     dcp.KIND,
+    megatron.KIND,
     deepspeed_universal.KIND,
     gguf.KIND,
     unified.KIND,

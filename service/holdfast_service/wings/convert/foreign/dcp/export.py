@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from holdfast_files.opened import join
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.mapping.box_moves import MappedTensor
 from holdfast_formats.mapping.listing import TensorKey
@@ -56,8 +57,14 @@ def target_files(
     ]
     held = {key: tensor for key, tensor in held.items() if tensor.spec.dtype in TORCH_NAMES}
     named = export_names.names_of(held, documents, layout)
-    writer = _Files(file_bytes_max)
-    for leaf in named.leaves:
+    made = files_of(named.leaves, file_bytes_max=file_bytes_max)
+    return made._replace(left_out=(*named.left_out, *left_out, *made.left_out))
+
+
+def files_of(leaves: Iterable[ExportedLeaf], directory: str = "", file_bytes_max: int = FILE_BYTES_MAX) -> DcpExport:
+    """The files of these entries of a state dict, below a directory of the target."""
+    writer, left_out = _Files(file_bytes_max), list[tuple[str, str]]()
+    for leaf in leaves:
         if leaf.tensor is None:
             try:
                 writer.add_value(leaf)
@@ -67,7 +74,7 @@ def target_files(
             writer.add_tensor(leaf, leaf.tensor)
     metadata = pickle_writer.dumps(_metadata(writer.entries))
     files = (*writer.finish(), TargetFile(METADATA, len(metadata), (LiteralBytes(0, metadata),)))
-    return DcpExport(files, (*named.left_out, *left_out))
+    return DcpExport(tuple(file._replace(name=join(directory, file.name)) for file in files), tuple(left_out))
 
 
 class _Files:
