@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast_formats.digest import digest
-from holdfast_formats.errors import StateMismatch
+from holdfast_formats.errors import NoSuchResource, StateMismatch
 from holdfast_service.daemon.copying import watched_source
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import PosixTier
@@ -55,6 +55,18 @@ def test_a_file_that_is_read_otherwise(source: WatchedSource, monkeypatch: pytes
     assert source.digest_of("file") == digest(DATA)
     monkeypatch.setattr(watched_source, "AGAIN_BYTES_MAX", 100)
     assert source.digest_of("file") is None and source.digest_of("missing") is None
+
+
+def test_a_file_that_goes(source: WatchedSource, tmp_path: Path) -> None:
+    """It is told from one that never was, and by the name that people know."""
+    named = WatchedSource(PosixTier(tmp_path), shown=lambda path: f"./model/{path}")
+    read(named, 0, 100)
+    (tmp_path / "file").unlink()
+    with pytest.raises(StateMismatch, match=r"^\./model/file is gone while the source was being read") as refused:
+        read(named, 100, 200)
+    assert refused.value.hint
+    with pytest.raises(NoSuchResource):
+        named.read_into("never", 0, np.empty(1, np.uint8))
 
 
 def test_changes_are_noticed_from_the_first_touch(source: WatchedSource, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_a_source_that_changes_is_not_committed(world: CopiesWorld, importer: Im
     """Weights or another file: the import ends by its name, and leaves nothing."""
     source = a_model(tmp_path / "hf", sharded=False)
     spoil = Spoiling(lambda: os.utime(source / file, ns=(1, 1)))
-    with pytest.raises(StateMismatch, match=rf"{file} changed while being read"):
+    with pytest.raises(StateMismatch, match=rf"{file} changed while the source was being read"):
         importer.bring(PosixTier(source), an_import("mine", 1), spoil)
     assert not staged(world) and not world.tier.list(naming.checkpoint_path("mine", 1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -166,6 +167,27 @@ def test_directories_are_read_as_imports_read_them(world: MergeWorld) -> None:
     assert files["0/model.safetensors"]["xxh3"] == digest((world.place / "base" / "model.safetensors").read_bytes())
     assert files["2/tokenizer.json"]["use"] == "unused" and "./base" in files["2/tokenizer.json"]["reason"]
     assert [model["model"] for model in done["source"]["models"]] == ["./base", "one@1", "two/"]
+
+
+@pytest.mark.parametrize("how", ["is gone", "changed"])
+def test_a_source_that_does_not_stay(world: MergeWorld, how: str) -> None:
+    """The error names the model and its file; nothing of the result is there."""
+    for name in ("left", "right"):
+        (world.place / name).mkdir()
+        save_file({"model.norm.weight": np.ones(64, np.float32)}, world.place / name / "model.safetensors")
+
+    class Meddling:
+        def report(self, done_bytes: int, total_bytes: int) -> None:
+            file = world.place / "right" / "model.safetensors"
+            if how == "changed":
+                os.utime(file, ns=(1, 1))
+            else:
+                file.unlink(missing_ok=True)
+
+    recipe = "{merge_method: linear, models: [{model: ./left}, {model: ./right}], parameters: {weight: 1}}"
+    with pytest.raises(StateMismatch, match=rf"^\./right/model\.safetensors {how} while the source was being read"):
+        world.merge(recipe, progress=Meddling())
+    assert not world.path().exists()
 
 
 def test_a_seed_is_a_result(world: MergeWorld) -> None:

@@ -25,8 +25,11 @@ class WatchedSource:
     bytes of a file that pass out of order are read again for its digest.
     """
 
-    def __init__(self, source: Files, digested: bool | Callable[[str], bool] = False) -> None:
-        self._source = source
+    def __init__(
+        self, source: Files, digested: bool | Callable[[str], bool] = False, shown: Callable[[str], str] = str
+    ) -> None:
+        """`shown`: a path as errors name it."""
+        self._source, self._shown = source, shown
         self._digested = digested if callable(digested) else lambda path: digested
         self._stamps: dict[str, str] = {}
         self._names: dict[str, list[str]] = {}
@@ -43,8 +46,13 @@ class WatchedSource:
         return self._source.read(path, offset, length)
 
     def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
-        self.stamp(path)
-        read = self._source.read_into(path, offset, buffer)
+        stamp = self.stamp(path)
+        try:
+            read = self._source.read_into(path, offset, buffer)
+        except NoSuchResource as error:
+            if not stamp:
+                raise
+            raise self._changed(path, "is gone") from error
         with self._passing:
             if self._digested(path):
                 self._stream(path).passed(offset, octets(buffer)[:read])
@@ -84,10 +92,9 @@ class WatchedSource:
     def check_unchanged(self, paths: Iterable[str]) -> None:
         """`StateMismatch` if a file has changed since it was first read."""
         for path in paths:
-            if self._source.stamp(path) != self.stamp(path):
-                raise StateMismatch(
-                    f"{path} changed while being read", hint="try again when no process is writing to the source", file=path
-                )
+            now = self._source.stamp(path)
+            if now != self.stamp(path):
+                raise self._changed(path, "changed" if now else "is gone")
 
     def check_names(self) -> None:
         """`StateMismatch` if a listed directory has gained or lost a file: another process still writes there."""
@@ -96,11 +103,15 @@ class WatchedSource:
             if other:
                 file = f"{path}/{other[0]}" if path else other[0]
                 how = "is gone" if other[0] in names else "has come"
-                raise StateMismatch(
-                    f"{file} {how} while the source was being read",
-                    hint="try again when no process is writing to the source",
-                    file=file,
-                )
+                raise self._changed(file, how)
+
+    def _changed(self, path: str, how: str) -> StateMismatch:
+        file = self._shown(path)
+        return StateMismatch(
+            f"{file} {how} while the source was being read",
+            hint="try again when no process is writing to the source",
+            file=file,
+        )
 
     def digest_of(self, path: str) -> str | None:
         """The XXH3 digest of a whole file; None if that would cost another pass over a large file."""

@@ -117,7 +117,8 @@ def read_sources(places: Sequence[ModelPlace], assets_of: str) -> MergeSources:
     plain = [place.name for place in places].index(assets_of)
     files = joined([read_once(place.files) if own is None else own.files for place, own in pairs], plain)
     ours = {str(number) for number, own in enumerate(exports) if own is not None}  # what is read of them is verified
-    watched = WatchedSource(files, digested=lambda path: path.partition("/")[0] not in ours)
+    directories = [place.name for place in places]
+    watched = WatchedSource(files, lambda path: path.partition("/")[0] not in ours, lambda path: _shown(path, directories))
     sources = {}
     for number, (place, own) in enumerate(zip(places, exports, strict=True)):
         try:
@@ -126,6 +127,14 @@ def read_sources(places: Sequence[ModelPlace], assets_of: str) -> MergeSources:
             error.detail = f"{place.name}: {error.detail}"
             raise
     return MergeSources(watched, sources)
+
+
+def _shown(path: str, directories: Sequence[str]) -> str:
+    """A name of the common name space as the recipe's author knows it."""
+    number, slash, name = path.partition("/")
+    if slash and number.isascii() and number.isdigit() and int(number) < len(directories):
+        return f"{directories[int(number)].removesuffix('/')}/{name}"
+    return path
 
 
 class _Own(NamedTuple):
