@@ -127,6 +127,40 @@ def test_gguf_reads_it(tmp_path: Path, kind: str) -> None:
         np.testing.assert_allclose(found["rope_freqs.weight"], (plain / rotation.inv_freq.float()).numpy(), rtol=1e-6)
 
 
+def sentencepiece_model(directory: Path) -> Path:
+    """A tokenizer.model with the settings of Llama's."""
+    from sentencepiece import SentencePieceTrainer
+
+    directory.mkdir()
+    words = directory / "words.txt"
+    words.write_text("the cat and the hat\n12 things that the cat has\nnaïve façade, and more\n" * 5)
+    how = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 320, "normalization_rule_name": "identity"}
+    SentencePieceTrainer.Train(
+        input=str(words), model_prefix=str(directory / "tokenizer"), remove_extra_whitespaces=False,
+        user_defined_symbols=["<tool>"], minloglevel=2, **how,
+    )  # fmt: skip
+    return directory / "tokenizer.model"
+
+
+def test_tokens_of_sentencepiece(tmp_path: Path) -> None:
+    """Texts, scores and types are those that the package `gguf` gives llama.cpp for the same file."""
+    from gguf.vocab import SentencePieceVocab
+
+    saved = sentencepiece_model(tmp_path / "tokenizer")
+    (saved.parent / "added_tokens.json").write_text('{"<|end|>": 320}')
+    expected = list(SentencePieceVocab(saved.parent).all_tokens())
+    assets = {"tokenizer.model": saved.read_bytes(), "added_tokens_json": (saved.parent / "added_tokens.json").read_bytes()}
+    reader = GGUFReader(_exported(_model(MODELS["llama"]), tmp_path, **assets) / "model.gguf")
+    texts, scores, kinds = (reader.fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "scores", "token_type"))
+    tool = [text for text, _, _ in expected].index(b"<tool>")
+    assert texts[: len(expected)] == [text.decode() for text, _, _ in expected]
+    assert scores[: len(expected)] == [score for _, score, _ in expected]
+    # the vocabulary of `gguf` leaves user-defined pieces normal; llama.cpp's conversion does not
+    assert kinds[: len(expected)] == [4 if number == tool else int(kind) for number, (_, _, kind) in enumerate(expected)]
+    assert kinds[len(expected) :] == [5] * (SIZE["vocab_size"] - len(expected))
+    assert reader.fields["tokenizer.ggml.add_space_prefix"].contents() is True
+
+
 def test_transformers_reads_the_tokenizer(tmp_path: Path) -> None:
     """The same tokens as from tokenizer.json."""
     tokenizer = Tokenizer(models.BPE())

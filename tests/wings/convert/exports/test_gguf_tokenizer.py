@@ -78,6 +78,6 @@ def test_why_there_is_none(tmp_path: Path, changed: dict[str, Any], why: str) ->
 
 
 def test_a_checkpoint_without_one(tmp_path: Path) -> None:
-    assert "has no tokenizer.json" in str(
+    assert "has neither tokenizer.json nor tokenizer.model" in str(
         gguf_tokenizer.read(made(tmp_path / "step", {"model": llama(layers=1)}).source, CONFIG)
     )

@@ -1,11 +1,15 @@
-"""A tokenizer.json as the metadata of a GGUF file: byte-level BPE, whose pattern llama.cpp knows by name."""
+"""The tokenizer as the metadata of a GGUF file: byte-level BPE in tokenizer.json, whose pattern llama.cpp knows by name, or
+SentencePiece in tokenizer.model.
+"""
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast_service.wings.convert.exports import gguf_sentencepiece
 from holdfast_service.wings.convert.exports.source import ExportSource
 from holdfast_service.wings.convert.foreign.gguf.encoding import Unsigned, Value
 
@@ -23,13 +27,31 @@ _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "pad
 
 
 def read(source: ExportSource, config: Mapping[str, Any]) -> dict[str, Value] | str:
-    """The metadata of the checkpoint's tokenizer, or why it has none."""
-    if TOKENIZER not in source.assets:
-        return f"the checkpoint has no {TOKENIZER}"
-    try:
-        return _metadata(_document(source, TOKENIZER), _settings(source), config)
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        return f"{TOKENIZER} cannot be read: {type(error).__name__}: {error}"
+    """The metadata of the checkpoint's tokenizer, or why it has none. Of both files, the one that llama.cpp has is taken."""
+    why = list[str]()
+    for name, way in ((TOKENIZER, _of_json), (gguf_sentencepiece.FILE, _of_sentencepiece)):
+        if name not in source.assets:
+            continue
+        try:
+            found = way(source, config)
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError, struct.error) as error:
+            found = f"{name} cannot be read: {type(error).__name__}: {error}"
+        if not isinstance(found, str):
+            return found
+        why.append(found)
+    return "; ".join(why) or f"the checkpoint has neither {TOKENIZER} nor {gguf_sentencepiece.FILE}"
+
+
+def _of_json(source: ExportSource, config: Mapping[str, Any]) -> dict[str, Value] | str:
+    return _metadata(_document(source, TOKENIZER), _settings(source), config)
+
+
+def _of_sentencepiece(source: ExportSource, config: Mapping[str, Any]) -> dict[str, Value] | str:
+    settings, name = _settings(source), gguf_sentencepiece.ADDED
+    added = _document(source, name) if name in source.assets else {}
+    count = config["vocab_size"]
+    found = gguf_sentencepiece.read(source.read_asset(gguf_sentencepiece.FILE), settings, added, count)
+    return found if isinstance(found, str) else found.metadata | _common(settings, config, found.ids, count)
 
 
 def _metadata(document: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Value] | str:
@@ -51,6 +73,12 @@ def _metadata(document: Mapping[str, Any], settings: Mapping[str, Any], config: 
         "tokenizer.ggml.token_type": [kinds.get(number, _NORMAL if number in by_id else _UNUSED) for number in range(count)],
         "tokenizer.ggml.merges": [one if isinstance(one, str) else " ".join(one) for one in model["merges"]],
     }
+    return made | _common(settings, config, ids, count)
+
+
+def _common(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int], count: int) -> dict[str, Value]:
+    """Special tokens and the template, which tokenizers of all kinds have."""
+    made: dict[str, Value] = {}
     for key, token in _SPECIAL.items():
         number = _special_id(settings.get(token), ids)
         number = config.get(f"{token}_id") if number is None else number
