@@ -128,6 +128,7 @@ PARSED = {
     "docs/integrations/matrix.md": "needs the frameworks: make integrations",
     "docs/integrations/megatron.md": "needs the framework: make integrations",
     "docs/integrations/official.md": "needs checkouts of the frameworks: make official",
+    "docs/integrations/paddle.md": "needs the framework: make integrations",
     "docs/integrations/peft.md": "needs the framework: make integrations",
     "docs/integrations/ray.md": "needs the framework: make integrations",
     "docs/integrations/torchtitan.md": "needs the framework: make integrations",

@@ -232,7 +232,7 @@ def _renamed_place(leaf: Leaf, group: Group, owner: str, key: str) -> Place:
         raise InvalidRequest(
             f"{leaf.path} has shape {list(leaf.shape)}, but its parameter has shape {list(shape)} on this rank, so the "
             "layout does not say how it is sharded",
-            hint="put it into a Fragment or DTensor, or leave it out of the state",
+            hint="put it into a Fragment or DTensor, save without a mapping program, or leave it out of the state",
         )
     spec = TensorSpec(OPTIM, f"{names[0]}/{key}", leaf.dtype, leaf.shape)
     return spec, _full(spec)
