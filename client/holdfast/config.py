@@ -23,6 +23,7 @@ class Launcher(NamedTuple):
     rank: str
     world: str
     local_world: str | None
+    instead: str = "torch.distributed.init_process_group()"  # the call after which the variables are not needed
 
 
 # SLURM_NTASKS does not tell: a batch script has it too, in which one process runs.
@@ -30,6 +31,13 @@ LAUNCHERS = (
     Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     Launcher("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
     Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", None),
+    Launcher(
+        "paddle.distributed.launch",
+        "PADDLE_TRAINER_ID",
+        "PADDLE_TRAINERS_NUM",
+        "PADDLE_LOCAL_SIZE",
+        "paddle.distributed.fleet.init() and holdfast.integrations.paddle.state()",
+    ),
 )
 
 
@@ -159,7 +167,7 @@ def check_placed(environment: Mapping[str, str] | None = None) -> None:
         if world.isdigit() and int(world) > 1:
             raise InvalidRequest(
                 f"{launcher.name} has started {world} processes, and RANK and WORLD_SIZE are not set",
-                hint=f"call torch.distributed.init_process_group() first, or set RANK=${launcher.rank}, "
+                hint=f"call {launcher.instead} first, or set RANK=${launcher.rank}, "
                 f"WORLD_SIZE=${launcher.world} and HOLDFAST_LAUNCH in each of them; if each trains a run of its own, set "
                 "RANK=0 and WORLD_SIZE=1",
             )

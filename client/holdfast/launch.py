@@ -19,6 +19,8 @@ from holdfast_formats.errors import CheckpointError, DeadlineExceeded, InvalidRe
 
 from .config import LaunchInfo, check_placed, launch_info
 
+AGREED_WAIT_S = 1800.0  # for the name of a launch, which rank 0 makes up; as long as torch waits for its ranks
+
 _constructed: defaultdict[tuple[str, ...], itertools.count[int]] = defaultdict(itertools.count)
 _mark = uuid.uuid4().hex[:16]
 
@@ -40,7 +42,20 @@ class Launch(NamedTuple):
     peers: int
 
 
+class StartedRanks(NamedTuple):
+    """The ranks that a framework has started together, and the store of texts that they share, which is no collective.
+
+    `take` waits at most so many seconds for a text, and raises `DeadlineExceeded` then.
+    """
+
+    rank: int
+    world: int
+    put: Callable[[str, str], None]
+    take: Callable[[str, float], str]
+
+
 _assigned: ContextVar[Callable[[], Launch] | None] = ContextVar("_assigned", default=None)
+_announced: list[StartedRanks] = []  # one, or none
 
 
 @contextmanager
@@ -60,13 +75,18 @@ def alone() -> Iterator[None]:
         yield
 
 
+def announce(ranks: StartedRanks) -> None:
+    """From now on these are this process's ranks, in place of those of torch.distributed and of the environment."""
+    _announced[:] = [ranks]
+
+
 def current(run: str) -> Launch:
     """The launch of this process. Every rank must construct its checkpointers of a run in the same order.
 
-    HOLDFAST_LAUNCH names it where it is set. Else, with torch.distributed initialised, rank 0 makes up a name and the
-    others read it from the job's store (no collective). Without it, torchrun's run id and restart count serve. A single
-    process is a launch of its own. Raises `InvalidRequest` when several ranks have nothing in common from which a name could
-    be made, and when mpirun or srun has started several processes whose rank and world are not told.
+    HOLDFAST_LAUNCH names it where it is set. Else, with ranks announced or torch.distributed initialised, rank 0 makes up a
+    name and the others read it from the job's store (no collective). Without them, torchrun's run id and restart count
+    serve. A single process is a launch of its own. Raises `InvalidRequest` when several ranks have nothing in common from
+    which a name could be made, and when mpirun or srun has started several processes whose rank and world are not told.
     """
     assigned_now = _assigned.get()
     if assigned_now is not None:
@@ -82,45 +102,44 @@ def answer_of_rank_0(question: str, answer: Callable[[], Any], wait_s: float) ->
     Every rank asks its questions in the same order. Without torch.distributed each process answers by itself. Rank 0's
     error is raised on all ranks, and `DeadlineExceeded` if rank 0 does not ask within `wait_s` seconds.
     """
-    together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not together or torch.distributed.get_world_size() == 1:
+    ranks = _together()
+    if ranks is None or ranks.world == 1:
         return answer()
     key = f"holdfast/answers/{question}/{launch_info().restart_count}/{next(_constructed['answers', question])}"
-    store = torch.distributed.distributed_c10d._get_default_store()
-    if torch.distributed.get_rank() == 0:
+    if ranks.rank == 0:
         try:
             document = {"answer": answer()}
         except Exception as error:  # the others must not wait for an answer that never comes
             own = (
                 error if isinstance(error, CheckpointError) else CheckpointError(f"rank 0: {type(error).__name__}: {error}")
             )
-            store.set(key, json.dumps({"problem": own.problem()}))
+            ranks.put(key, json.dumps({"problem": own.problem()}))
             raise
-        store.set(key, json.dumps(document))
+        ranks.put(key, json.dumps(document))
     try:
-        store.wait([key], timedelta(seconds=wait_s))
-    except RuntimeError as error:
-        raise DeadlineExceeded(f"rank 0 has not answered {question!r} within {wait_s:.0f} s: {error}") from error
-    document = json.loads(store.get(key))
+        text = ranks.take(key, wait_s)
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(f"rank 0 has not answered {question!r} within {wait_s:.0f} s: {error.detail}") from error
+    document = json.loads(text)
     if "problem" in document:
         raise from_problem(document["problem"])
     return document["answer"]
 
 
 def _identity(run: str, information: LaunchInfo) -> tuple[int, int, str]:
-    together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not together:
+    ranks = _together()
+    if ranks is None:
         check_placed()
-    rank = torch.distributed.get_rank() if together else information.rank
-    world = torch.distributed.get_world_size() if together else information.world
+    rank = information.rank if ranks is None else ranks.rank
+    world = information.world if ranks is None else ranks.world
     if information.launch is not None:  # several ranks may be in one process then: each counts its own
         ordinal = next(_constructed[run, information.launch, str(rank)])
         return rank, world, f"{information.launch}/{information.restart_count}/{ordinal}"
     ordinal = next(_constructed[run,])
-    if together:
-        return rank, world, _agree(f"holdfast/{run}/{information.restart_count}/{ordinal}", rank, world)
     if world == 1:
         return rank, world, uuid.uuid4().hex
+    if ranks is not None:
+        return rank, world, _agree(ranks, f"holdfast/{run}/{information.restart_count}/{ordinal}")
     if information.run_id is None:
         raise InvalidRequest(
             f"these {world} ranks have no launch ID in common",
@@ -130,12 +149,33 @@ def _identity(run: str, information: LaunchInfo) -> tuple[int, int, str]:
     return rank, world, f"{information.run_id}/{information.restart_count}/{ordinal}"
 
 
-def _agree(key: str, rank: int, world: int) -> str:
-    if world == 1:
-        return uuid.uuid4().hex
+def _together() -> StartedRanks | None:
+    """The ranks that were announced, else those of torch.distributed; None if there are neither."""
+    if _announced:
+        return _announced[0]
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
     store = torch.distributed.distributed_c10d._get_default_store()
-    if rank == 0:
+
+    def take(key: str, wait_s: float) -> str:
+        try:
+            store.wait([key], timedelta(seconds=wait_s))
+        except RuntimeError as error:
+            raise DeadlineExceeded(str(error)) from error
+        return str(store.get(key).decode())
+
+    return StartedRanks(torch.distributed.get_rank(), torch.distributed.get_world_size(), store.set, take)
+
+
+def _agree(ranks: StartedRanks, key: str) -> str:
+    if ranks.rank == 0:
         name = uuid.uuid4().hex
-        store.set(key, name)
+        ranks.put(key, name)
         return name
-    return str(store.get(key).decode())
+    try:
+        return ranks.take(key, AGREED_WAIT_S)
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(
+            f"rank 0 has not constructed this checkpointer within {AGREED_WAIT_S:.0f} s: {error.detail}",
+            hint="construct the checkpointers of a run on every rank, in the same order",
+        ) from error

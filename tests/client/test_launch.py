@@ -8,8 +8,8 @@ from collections import defaultdict
 import pytest
 
 from holdfast.config import LAUNCHERS, Launcher
-from holdfast.launch import alone, current
-from holdfast_formats.errors import InvalidRequest
+from holdfast.launch import StartedRanks, alone, announce, answer_of_rank_0, current
+from holdfast_formats.errors import DeadlineExceeded, InvalidRequest
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +99,29 @@ def test_one_rank_alone_is_a_launch_of_its_own(stated: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="mine"), alone():
         raise ValueError("mine")
     assert current("lone")[:2] == (1, 2)
+
+
+def test_announced_ranks_agree_on_a_name_and_on_answers_through_their_store(stated: pytest.MonkeyPatch) -> None:
+    """A framework other than torch.distributed has started them: they count, whatever the environment says."""
+    stated.delenv("HOLDFAST_LAUNCH")
+    texts: dict[str, str] = {}
+
+    def take(key: str, wait_s: float) -> str:
+        if key not in texts:
+            raise DeadlineExceeded(f"no {key} within {wait_s:.0f} s")
+        return texts[key]
+
+    launches, answers = [], []
+    for rank in range(2):  # what two processes do
+        stated.setattr("holdfast.launch._announced", [])
+        stated.setattr("holdfast.launch._constructed", defaultdict(itertools.count))
+        announce(StartedRanks(rank, 2, texts.__setitem__, take))
+        launches.append(current("announced"))
+        answers.append(answer_of_rank_0("newest", lambda: [7], 1.0))
+    assert [launch[:2] for launch in launches] == [(0, 2), (1, 2)]
+    assert launches[0].name == launches[1].name
+    assert answers == [[7], [7]]
+    with pytest.raises(DeadlineExceeded, match="has not constructed this checkpointer"):
+        current("that rank 0 never constructs")
+    with pytest.raises(DeadlineExceeded, match="has not answered 'oldest' within 1 s"):
+        answer_of_rank_0("oldest", lambda: [1], 1.0)

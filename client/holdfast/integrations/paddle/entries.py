@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from holdfast.integrations.paddle.documents import Scaler, Scheduler
+from holdfast.integrations.paddle.fleet.places import ParameterPlace
+from holdfast.integrations.paddle.fleet.ranks import RankTensor, announce, of_all_ranks
+from holdfast.integrations.paddle.fleet.wrappers import innermost
 from holdfast.integrations.paddle.optimizer import PaddleOptimizer
 from holdfast.integrations.paddle.random_streams import PaddleStreams
 from holdfast.integrations.paddle.versions import check_version
 from holdfast.integrations.paddle.views import LayerViews, is_parameter
+from holdfast.launch import StartedRanks
+from holdfast.state.named import Named
 from holdfast_formats.errors import InvalidRequest
 
 MODEL, OPTIMIZER, SCHEDULER, SCALER, RANDOM = "model", "optimizer", "scheduler", "scaler", "paddle_random"
@@ -27,7 +33,7 @@ def state(model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any 
     check_version()
     from paddle.optimizer.lr import LRScheduler
 
-    own = getattr(optimizer, "_learning_rate", None)
+    own = getattr(innermost(optimizer), "_learning_rate", None)
     if scheduler is None and isinstance(own, LRScheduler):
         scheduler = own
     given = {MODEL: model, OPTIMIZER: optimizer, SCHEDULER: scheduler, SCALER: scaler}
@@ -41,31 +47,69 @@ def state(model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any 
             f"the model is a {type(model).__name__}, not a layer of Paddle", hint="pass the paddle.nn.Layer that is trained"
         )
 
-    def names() -> Mapping[str, str]:
-        found: dict[str, str] = {}
-        for key, layer in layers.items():
-            prefix = "" if key == MODEL else f"{key}."
-            for name, tensor in layer.tensors.items():
-                if is_parameter(tensor):
-                    found.setdefault(tensor.name, prefix + name)
-        return found
+    places = partial(_places, layers)
+    rest = {key: value for key, value in objects.items() if key not in layers}
+    optimizers = {key: PaddleOptimizer(value, places) for key, value in rest.items() if _is_optimizer(value)}
+    ranks = announce()
+    if ranks is not None:
+        _exchange(ranks, layers, optimizers)
+    entries: dict[str, Any] = {RANDOM: PaddleStreams()}
+    for key, value in objects.items():
+        if key in layers:
+            layer = layers[key]
+            entries[key] = layer.module if ranks is None else Named(layer.module, shards=layer.shard)
+        else:
+            entries[key] = optimizers[key].shards if key in optimizers else _entry(value)
+    return entries
 
-    entries = {key: layers[key].module if key in layers else _entry(value, names) for key, value in objects.items()}
-    return {**entries, RANDOM: PaddleStreams()}
+
+def _places(layers: Mapping[str, LayerViews]) -> dict[str, ParameterPlace]:
+    """The place and the stored name of every parameter, by Paddle's name of it."""
+    found: dict[str, ParameterPlace] = {}
+    for key, layer in layers.items():
+        for name, tensor in layer.tensors.items():
+            if is_parameter(tensor):
+                place = layer.places.place(name, tensor)
+                found.setdefault(tensor.name, place if key == MODEL else place._replace(name=f"{key}.{name}"))
+    return found
 
 
-def _entry(value: Any, names: Any) -> Any:
+def _exchange(ranks: StartedRanks, layers: Mapping[str, LayerViews], optimizers: Mapping[str, PaddleOptimizer]) -> None:
+    """Tell each rank which tensors only other ranks have, as those of another pipeline stage: they are part of the state."""
+    groups = {name: f"{key}/{group}" for key, one in optimizers.items() for name, group in one.keys_of_groups().items()}
+    stored = {
+        (key, name): name if key == MODEL else f"{key}.{name}" for key, layer in layers.items() for name in layer.tensors
+    }
+    own: dict[str, RankTensor] = {}
+    for (key, name), full in stored.items():
+        shape, dtype = layers[key].whole(name)
+        own[full] = RankTensor(shape, dtype, groups.get(full, ""))
+    for full, listed in of_all_ranks(ranks, "tensors", own, RankTensor).items():
+        if full in own:
+            continue
+        key = next((key for key in layers if key != MODEL and full.startswith(f"{key}.")), MODEL)
+        layers[key].add_other(full if key == MODEL else full.removeprefix(f"{key}."), listed)
+        optimizer, _, group = listed.group.partition("/")
+        if optimizer in optimizers:
+            optimizers[optimizer].others[full] = listed._replace(group=group)
+
+
+def _entry(value: Any) -> Any:
     """What a state has in the place of an object of Paddle; any other object as it is."""
     import paddle
     from paddle.optimizer.lr import LRScheduler
 
-    if isinstance(value, paddle.optimizer.Optimizer):
-        return PaddleOptimizer(value, names).shards
     if isinstance(value, LRScheduler):
         return Scheduler(value)
     if isinstance(value, paddle.amp.AmpScaler):
         return Scaler(value)
     return value
+
+
+def _is_optimizer(value: Any) -> bool:
+    from paddle.optimizer import Optimizer
+
+    return isinstance(innermost(value), Optimizer)
 
 
 def _is_layer(value: Any) -> bool:

@@ -4,9 +4,11 @@ the accumulators of a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from holdfast.integrations.paddle.fleet.sharding import OptimizerSharding, Stepped
 from holdfast_formats.errors import StateMismatch
 
 TORCH_NAMES = {"epsilon": "eps", "use_nesterov": "nesterov"}
@@ -15,52 +17,69 @@ _NUMBERS = (bool, int, float)
 
 
 class ParameterGroup(NamedTuple):
-    """Parameters that are stepped with the same hyper-parameters. `given` is Paddle's own group, None if it has one list."""
+    """Parameters that are stepped with the same hyper-parameters, on every rank those with the same `key`.
 
-    parameters: list[Any]
+    `given` is Paddle's own group, None if it has one list.
+    """
+
+    key: str
+    members: list[Stepped]
     hyper: dict[str, Any]
     given: dict[str, Any] | None
     multiple: float  # of the learning rate
     decays: bool
 
 
-def parameters_of(optimizer: Any) -> Iterator[Any]:
+def stepped_by(sharding: OptimizerSharding) -> Iterator[Stepped]:
     """All parameters, in the order of the groups."""
-    for _, parameters in _given_groups(optimizer):
-        yield from parameters
+    for _, members in sharding.groups():
+        yield from members
 
 
-def groups_of(optimizer: Any, takes: Callable[[Any], bool] = lambda _: True) -> list[ParameterGroup]:
+def groups_of(
+    sharding: OptimizerSharding, takes: Callable[[Stepped], bool] = lambda _: True, others: Iterable[str] = ()
+) -> list[ParameterGroup]:
     """The parameters that `takes` selects, in groups. A function such as `apply_decay_param_fun` or `lr_ratio` divides them
-    further.
+    further. `others` are keys of groups of other ranks, which this one may have no parameter of.
     """
     found: list[ParameterGroup] = []
+    optimizer = sharding.inner
     rate = float(optimizer.get_lr())
-    for given, parameters in _given_groups(optimizer):
-        parts: dict[tuple[float, bool], list[Any]] = {}
-        for parameter in filter(takes, parameters):
-            parts.setdefault((_multiple(optimizer, parameter), _decays(optimizer, parameter)), []).append(parameter)
-        for (multiple, decays), members in parts.items():
+    for number, (given, members) in enumerate(sharding.groups()):
+        parts: dict[str, list[Stepped]] = {}
+        for one in filter(takes, members):
+            parts.setdefault(_key(number, _multiple(optimizer, one.kept), _decays(optimizer, one.kept)), []).append(one)
+        for key in others:
+            if json.loads(key)[0] == number:
+                parts.setdefault(key, [])
+        for key, stepped in parts.items():
+            _, multiple, decays = json.loads(key)
             hyper = {**_hyper(optimizer, given), _LR: rate * multiple}
             if not decays:
                 hyper[_DECAY] = 0.0
-            found.append(ParameterGroup(members, hyper, given, multiple, decays))
+            found.append(ParameterGroup(key, stepped, hyper, given, multiple, decays))
     return found
 
 
-def betas_of(optimizer: Any, parameter: Any) -> tuple[float, float]:
+def _key(number: int, multiple: float, decays: bool) -> str:
+    """Of parameters that are stepped alike, on every rank: in which group of the user's, and how they differ from others
+    there.
+    """
+    return json.dumps([number, multiple, decays])
+
+
+def betas_of(optimizer: Any, stepped: Stepped) -> tuple[float, float]:
     """β1 and β2 with which a parameter is stepped."""
-    given = next((g for g, members in _given_groups(optimizer) if g and any(one is parameter for one in members)), None)
-    known = _values(optimizer, given)
+    known = _values(optimizer, stepped.group)
     return float(known.get(_BETA_1, 0.0)), float(known.get(_BETA_2, 0.0))
 
 
-def install(optimizer: Any, groups: list[dict[str, Any]], takes: Callable[[Any], bool]) -> None:
-    """Set restored hyper-parameters, given for each of `groups_of`. The learning rate of a scheduler is the scheduler's.
+def install(optimizer: Any, known_groups: Sequence[ParameterGroup], groups: list[dict[str, Any]]) -> None:
+    """Set restored hyper-parameters, given for each of these groups. The learning rate of a scheduler is the scheduler's.
 
     Raises `StateMismatch` for one that cannot be set.
     """
-    for known, stored in zip(groups_of(optimizer, takes), groups, strict=True):
+    for known, stored in zip(known_groups, groups, strict=True):
         for name, value in stored.items():
             if name == _LR:
                 _set_rate(optimizer, known, value)
@@ -74,17 +93,15 @@ def install(optimizer: Any, groups: list[dict[str, Any]], takes: Callable[[Any],
                 _set(optimizer, known, own, value)
 
 
-def make_accumulators(optimizer: Any, parameter: Any) -> None:
+def make_accumulators(optimizer: Any, stepped: Stepped) -> None:
     """Make everything that the optimizer keeps of a parameter, as its first step would."""
     import paddle
     from paddle.base.framework import default_main_program
 
     block = default_main_program().global_block()
+    of = [stepped.kept] if stepped.group is None else {**stepped.group, "params": [stepped.kept]}
     with paddle.no_grad():
-        for given, parameters in _given_groups(optimizer):
-            if any(one is parameter for one in parameters):
-                of = [parameter] if given is None else {**given, "params": [parameter]}
-                optimizer._create_accumulators(block, of)
+        optimizer._create_accumulators(block, of)
 
 
 def remove_accumulators(optimizer: Any, parameter: Any) -> None:
@@ -96,14 +113,6 @@ def remove_accumulators(optimizer: Any, parameter: Any) -> None:
             if tensor is not None and tensor.name in optimizer._opti_name_list:
                 optimizer._opti_name_list.remove(tensor.name)
     optimizer._already_create_accumulator.discard(parameter.name)
-
-
-def _given_groups(optimizer: Any) -> Iterator[tuple[dict[str, Any] | None, list[Any]]]:
-    groups = optimizer._param_groups
-    if groups and isinstance(groups[0], dict):
-        yield from ((group, group["params"]) for group in groups)
-    else:
-        yield None, groups
 
 
 def _values(optimizer: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.integrations.paddle import program as programs
+from holdfast.integrations.paddle.aoa import LiveTensor
+from holdfast.integrations.paddle.fleet.ranks import announce, of_all_ranks
+from holdfast.integrations.paddle.fleet.wrappers import unwrapped
 from holdfast.integrations.paddle.views import LayerViews
 from holdfast.layout.rules_choice import ParallelLayout, ProgramSource, program_of
 from holdfast.state import assets as asset_files
@@ -17,13 +20,13 @@ def layout(model: Any, program: ProgramSource = None) -> ParallelLayout | None:
     `program` is a mapping program in place of the model's own. None is returned where Paddle's names and shapes are Hugging
     Face's. Raises `InvalidRequest` for a model whose own statements cannot be used.
     """
-    chosen = programs.program_of(model, LayerViews(model).tensors) if program is None else program_of(program)
+    chosen = programs.program_of(model, LayerViews(model).tensors, _of_all_ranks) if program is None else program_of(program)
     return None if chosen is None else ParallelLayout(f"dp={_world()}", config=config(model), program=chosen)
 
 
 def config(model: Any) -> Mapping[str, Any] | None:
     """What `layout` tells of the model: its config.json, None if it has none."""
-    found = programs.config_of(programs.unwrapped(model))
+    found = programs.config_of(unwrapped(model).layer)
     return None if found is None else programs.values_of(model, found, LayerViews(model).tensors)
 
 
@@ -38,6 +41,12 @@ def with_model(options: Mapping[str, Any], model: Any) -> dict[str, Any]:
     given = {} if options.get("assets") is None else asset_files.collect(options["assets"])
     own = {} if "layout" in options else {"layout": layout(model)}
     return {**own, **options, "assets": {**assets(model), **given}}
+
+
+def _of_all_ranks(live: Mapping[str, LiveTensor]) -> Mapping[str, LiveTensor]:
+    """A pipeline stage has a part of the model, and all ranks need one program."""
+    ranks = announce()
+    return live if ranks is None else of_all_ranks(ranks, "program", live, LiveTensor)
 
 
 def _world() -> int:

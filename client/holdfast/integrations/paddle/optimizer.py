@@ -16,17 +16,19 @@ import torch
 from holdfast.integrations.paddle import beta_powers, hyper_parameters
 from holdfast.integrations.paddle.beta_powers import POWERS
 from holdfast.integrations.paddle.fence import fence_of
+from holdfast.integrations.paddle.fleet.places import Declared, ElementRange, ParameterPlace, empty
+from holdfast.integrations.paddle.fleet.ranks import RankTensor
+from holdfast.integrations.paddle.fleet.sharding import OptimizerSharding, Stepped
+from holdfast.integrations.paddle.hyper_parameters import ParameterGroup
 from holdfast.integrations.paddle.views import Views
 from holdfast.state.optimizer_shards import OptimizerShards
 from holdfast.state.state_tensors import MASTER_KEYS
-from holdfast.tensors.fragments import Storable, local_tensor
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 
 MASTER, STEP = "master", "step"
 KEYS = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "moment2_max": "max_exp_avg_sq", "velocity": "momentum_buffer"}
 
-Names = Callable[[], Mapping[str, str]]
-Place = Callable[[str, str, torch.Tensor], Storable]
+Places = Callable[[], Mapping[str, ParameterPlace]]
 
 
 class Counted(NamedTuple):
@@ -36,28 +38,32 @@ class Counted(NamedTuple):
     at: int
 
 
-def _whole(name: str, key: str, view: torch.Tensor) -> Storable:
-    return view
+class _Said(NamedTuple):
+    view: torch.Tensor
+    span: ElementRange | None
+    declared: Declared
 
 
 class PaddleOptimizer:
     """An optimizer of Paddle, as the entry `shards` of a state.
 
-    `names` returns the stored name of every parameter of the state, by Paddle's name of it. `place` returns what is stored
-    of a parameter's accumulator, or, with the key "master", of its full-precision weight: the view itself, if it is whole,
-    else Fragments of it; the identical ones for the identical view.
+    `places` returns the place of every parameter of the state in the whole one, with its stored name, by Paddle's name of
+    it. An optimizer that fleet has wrapped is divided among ranks as `OptimizerSharding` says.
     """
 
-    def __init__(self, optimizer: Any, names: Names, place: Place = _whole) -> None:
-        """Raises `InvalidRequest` for optimizers whose state is not all in accumulators."""
-        _refuse(optimizer)
-        self.optimizer, self._names, self._place = optimizer, names, place
+    def __init__(self, optimizer: Any, places: Places) -> None:
+        """Raises `InvalidRequest` for optimizers whose state is not all in accumulators, or cannot be placed."""
+        self._sharding, self._places = OptimizerSharding(optimizer), places
+        self.optimizer = self._sharding.inner
+        _refuse(self.optimizer)
+        self.others: dict[str, RankTensor] = {}  # parameters that only other ranks have
         self._views = Views()
+        self._said: dict[tuple[str, str], _Said] = {}
         self._steps: dict[str, torch.Tensor] = {}  # as they are stored, by parameter
         self._counted: dict[str, Counted] = {}
         self._taken = 0
         self._made: dict[str, set[str]] = {}  # keys that a restore has made, by parameter, until they are filled
-        fence = fence_of(optimizer)
+        fence = fence_of(self.optimizer)
         fence.register_step_pre_hook(self._before_step)
         fence.register_step_post_hook(self._after_step)
         self.shards = OptimizerShards(
@@ -68,34 +74,54 @@ class PaddleOptimizer:
         """The parameter groups; parameters that are stepped in another way than others of their group form one of their own.
         Frozen parameters without state are in none.
         """
-        names = self._names()
+        places = self._places()
         return [
-            {"params": [self._name(names, parameter) for parameter in group.parameters], **group.hyper}
-            for group in hyper_parameters.groups_of(self.optimizer, self._is_stepped)
+            {
+                "params": [self._place(places, one).name for one in group.members]
+                + [name for name, listed in self.others.items() if listed.group == group.key],
+                **group.hyper,
+            }
+            for group in self._groups()
         ]
+
+    def keys_of_groups(self) -> dict[str, str]:
+        """The key of the group of each parameter of this rank, by stored name."""
+        places = self._places()
+        return {self._place(places, one).name: group.key for group in self._groups() for one in group.members}
+
+    def _groups(self) -> list[ParameterGroup]:
+        keys = dict.fromkeys(listed.group for listed in self.others.values())
+        return hyper_parameters.groups_of(self._sharding, self._is_stepped, keys)
 
     def state(self) -> dict[str, dict[str, Any]]:
         self._drop_unfilled()
-        names, found = self._names(), dict[str, dict[str, Any]]()
+        places, found = self._places(), dict[str, dict[str, Any]]()
         count = 0
-        for parameter in hyper_parameters.parameters_of(self.optimizer):
-            held = dict(self._held(parameter))
+        for stepped in hyper_parameters.stepped_by(self._sharding):
+            held = dict(self._held(stepped))
             count += len(held) - (MASTER in held)
             if held:
-                name = self._name(names, parameter)
-                found[name] = self._stored(name, parameter, held)
+                place = self._place(places, stepped)
+                found[place.name] = self._stored(place, stepped, held)
         self._refuse_strangers(count)
         return found
 
-    def new(self, name: str, key: str, dtype: torch.dtype) -> Storable:
-        """What Paddle itself would make in the first step, to be filled; `StateMismatch` if it would make no such thing."""
-        parameter = self._parameter(name)
+    def new(self, name: str, key: str, dtype: torch.dtype) -> Any:
+        """What Paddle itself would make in the first step, to be filled; `StateMismatch` if it would make no such thing.
+
+        Of a parameter that other ranks step, nothing.
+        """
+        if name in self.others:
+            return empty(self.others[name].shape, dtype)
+        place, stepped = self._parameter(name)
+        if stepped.elsewhere:
+            return empty(place.shape, dtype)
         if name not in self._made:
-            before = dict(self._held(parameter))
-            hyper_parameters.make_accumulators(self.optimizer, parameter)
-            self._made[name] = {key for key in dict(self._held(parameter)) if key not in before}
+            before = dict(self._held(stepped))
+            hyper_parameters.make_accumulators(self.optimizer, stepped)
+            self._made[name] = {key for key in dict(self._held(stepped)) if key not in before}
         key = MASTER if key in MASTER_KEYS else key
-        held = dict(self._held(parameter))
+        held = dict(self._held(stepped))
         if key not in held:
             raise StateMismatch(
                 f"{type(self.optimizer).__name__} keeps no {key!r} of {name!r}, and the checkpoint has one",
@@ -103,20 +129,21 @@ class PaddleOptimizer:
                 "state out: restore(groups=…)",
                 tensor=name,
             )
-        return self._place(name, key, self._view(name, key, held[key]))
+        return self._declared(place, stepped, key, held[key])
 
     def install(self, groups: list[dict[str, Any]], values: dict[str, dict[str, Any]]) -> None:
         made, self._made = self._made, {}
-        hyper_parameters.install(self.optimizer, groups, self._is_stepped)
-        for parameter in hyper_parameters.parameters_of(self.optimizer):
-            held = dict(self._held(parameter))
+        hyper_parameters.install(self.optimizer, self._groups(), groups)
+        places = self._places()
+        for stepped in hyper_parameters.stepped_by(self._sharding):
+            held = dict(self._held(stepped))
             if held:
-                name = self._name(self._names(), parameter)
+                name = self._place(places, stepped).name
                 given = {MASTER if key in MASTER_KEYS else key: value for key, value in values.get(name, {}).items()}
-                self._fill(name, parameter, held, given)
-                self._refuse_lacking(name, made.get(name, set()) - given.keys(), parameter)
+                self._fill(name, stepped, held, given)
+                self._refuse_lacking(name, made.get(name, set()) - given.keys(), stepped)
 
-    def _fill(self, name: str, parameter: Any, held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    def _fill(self, name: str, stepped: Stepped, held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Put values that were not restored in place into the accumulators, and make powers of the number of steps."""
         unknown = sorted(given.keys() - held.keys() - {STEP})
         if unknown:
@@ -136,15 +163,15 @@ class PaddleOptimizer:
             if counted is not None and powers:
                 steps = int(counted.item() if isinstance(counted, torch.Tensor) else counted)
                 self._counted[name] = Counted(steps, self._taken)
-                for key, beta in zip(POWERS, hyper_parameters.betas_of(self.optimizer, parameter), strict=True):
+                for key, beta in zip(POWERS, hyper_parameters.betas_of(self.optimizer, stepped), strict=True):
                     if key in powers:
                         self._view(name, key, held[key]).fill_(beta_powers.power(beta, steps))
 
-    def _refuse_lacking(self, name: str, lacking: set[str], parameter: Any) -> None:
+    def _refuse_lacking(self, name: str, lacking: set[str], stepped: Stepped) -> None:
         """A new accumulator that the checkpoint lacks would continue from zero; a master is made of the weight instead."""
         if MASTER in lacking:
-            master = self.optimizer._master_weights[parameter.name]
-            master.set_value(parameter.astype(master.dtype))
+            master = self.optimizer._master_weights[stepped.kept.name]
+            master.set_value(stepped.kept.astype(master.dtype))
         lacking = lacking - {MASTER, *(POWERS if name in self._counted else ())}
         if lacking:
             raise StateMismatch(
@@ -153,17 +180,17 @@ class PaddleOptimizer:
                 tensor=name,
             )
 
-    def _stored(self, name: str, parameter: Any, held: Mapping[str, Any]) -> dict[str, Any]:
+    def _stored(self, place: ParameterPlace, stepped: Stepped, held: Mapping[str, Any]) -> dict[str, Any]:
         """What is stored of a parameter, by key."""
-        kept = {key: self._place(name, key, self._view(name, key, value)) for key, value in held.items()}
-        powers = [local_tensor(kept[key]) for key in POWERS if key in kept]  # type: ignore[arg-type]
+        kept: dict[str, Any] = {key: self._declared(place, stepped, key, value) for key, value in held.items()}
+        powers = [kept[key] for key in POWERS if key in kept]
         if len(powers) == len(POWERS) and all(one.numel() == 1 and one.dtype is torch.float32 for one in powers):
-            betas = hyper_parameters.betas_of(self.optimizer, parameter)
+            betas = hyper_parameters.betas_of(self.optimizer, stepped)
             ranges = [beta_powers.steps_of(beta, one.item()) for beta, one in zip(betas, powers, strict=True)]
             known = beta_powers.common(*ranges)
             if known is not None:
                 kept = {key: value for key, value in kept.items() if key not in POWERS}
-                kept[STEP] = self._step(name, known)
+                kept[STEP] = self._step(place.name, known)
         return kept
 
     def _step(self, name: str, known: beta_powers.StepRange) -> torch.Tensor:
@@ -178,41 +205,64 @@ class PaddleOptimizer:
     def _view(self, name: str, key: str, tensor: Any) -> torch.Tensor:
         return self._views.of(f"{name}/{key}", tensor)
 
-    def _held(self, parameter: Any) -> Iterator[tuple[str, Any]]:
+    def _declared(self, place: ParameterPlace, stepped: Stepped, key: str, tensor: Any) -> Declared:
+        """What to store of a tensor that the optimizer keeps: the identical object while it has the same memory."""
+        view = self._view(place.name, key, tensor)
+        known = self._said.get((place.name, key))
+        if known is None or known.view is not view or known.span != stepped.span:
+            if key in POWERS or (place.cut is None and stepped.span is None):
+                declared: Declared = view
+            elif stepped.span is not None:
+                declared = place.span_of(view, stepped.span)
+            elif tuple(view.shape) == place.local:
+                declared = place.of(view)
+            else:
+                raise InvalidRequest(
+                    f"{place.name} is cut by tensor parallelism, and its {key} of shape {list(view.shape)} is not cut as it "
+                    f"is, {list(place.local)}, so its place is not known",
+                    hint="use an optimizer whose state has the parameters' shapes, such as AdamW, or save(groups=…)",
+                    tensor=place.name,
+                )
+            known = self._said[place.name, key] = _Said(view, stepped.span, declared)
+        return known.declared
+
+    def _held(self, stepped: Stepped) -> Iterator[tuple[str, Any]]:
         """The accumulators and the full-precision weight of a parameter, by the key under which they are stored."""
-        master = self.optimizer._master_weights.get(parameter.name)
-        owners = (parameter.name,) if master is None else (master.name, parameter.name)
+        own = stepped.kept.name
+        master = self.optimizer._master_weights.get(own)
+        owners = (own,) if master is None else (master.name, own)
         prefix = f"{self.optimizer._name}_" if self.optimizer._name is not None else ""
         for key, by_owner in self.optimizer._accumulators.items():
             tensor = next((by_owner[owner] for owner in owners if owner in by_owner), None)
             if tensor is not None:
-                own = key.removeprefix(prefix)
-                yield KEYS.get(own, own), tensor
+                named = key.removeprefix(prefix)
+                yield KEYS.get(named, named), tensor
         if master is not None:
             yield MASTER, master
 
-    def _is_stepped(self, parameter: Any) -> bool:
-        return not parameter.stop_gradient or any(True for _ in self._held(parameter))
+    def _is_stepped(self, stepped: Stepped) -> bool:
+        return not stepped.parameter.stop_gradient or any(True for _ in self._held(stepped))
 
-    def _name(self, names: Mapping[str, str], parameter: Any) -> str:
-        name = names.get(parameter.name)
-        if name is None:
+    def _place(self, places: Mapping[str, ParameterPlace], stepped: Stepped) -> ParameterPlace:
+        place = places.get(stepped.parameter.name)
+        if place is None:
             raise InvalidRequest(
-                f"the {type(self.optimizer).__name__} steps {parameter.name!r}, which is in no layer of the state",
+                f"the {type(self.optimizer).__name__} steps {stepped.parameter.name!r}, which is in no layer of the state",
                 hint="add the layer that has it: state(model, optimizer, other=layer)",
             )
-        return name
+        return place
 
-    def _parameter(self, name: str) -> Any:
-        names = self._names()
-        return next(one for one in hyper_parameters.parameters_of(self.optimizer) if names.get(one.name) == name)
+    def _parameter(self, name: str) -> tuple[ParameterPlace, Stepped]:
+        places = self._places()
+        every = ((self._place(places, one), one) for one in hyper_parameters.stepped_by(self._sharding))
+        return next((place, one) for place, one in every if place.name == name)
 
     def _refuse_strangers(self, count: int) -> None:
         """Refuse accumulators of no parameter of the optimizer: they would be lost."""
         kept = self.optimizer._accumulators
         if count == sum(map(len, kept.values())):
             return
-        known = {one.name for one in hyper_parameters.parameters_of(self.optimizer)}
+        known = {one.kept.name for one in hyper_parameters.stepped_by(self._sharding)}
         known |= {master.name for name, master in self.optimizer._master_weights.items() if name in known}
         key, owner = next((key, owner) for key, by_owner in kept.items() for owner in by_owner if owner not in known)
         raise InvalidRequest(
@@ -232,7 +282,7 @@ class PaddleOptimizer:
         """Remove what a restore has made and did not fill, because it was refused."""
         for name, made in self._made.items():
             if made:
-                hyper_parameters.remove_accumulators(self.optimizer, self._parameter(name))
+                hyper_parameters.remove_accumulators(self.optimizer, self._parameter(name)[1].kept)
         self._made = {}
 
 

@@ -11,10 +11,11 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from holdfast.integrations.paddle.aoa import HINT, LiveTensor, made_program
+from holdfast.integrations.paddle.fleet.wrappers import unwrapped
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.programs import Program
 
@@ -36,13 +37,20 @@ _VARIANTS = re.compile(r"(Deprecated|Pipe)+$")  # in names of classes that hold 
 _NAME_CHARACTERS_MAX = 64
 
 
-def program_of(model: Any, tensors: Mapping[str, Any]) -> Program | None:
+Live = Mapping[str, LiveTensor]
+
+
+def _alone(live: Live) -> Live:
+    return live
+
+
+def program_of(model: Any, tensors: Mapping[str, Any], share: Callable[[Live], Live] = _alone) -> Program | None:
     """The program from Hugging Face's tensors to a model's; None if names and shapes are the same.
 
-    `tensors` are the model's own, by the names of the state. Raises `InvalidRequest` for statements of the model that
-    Holdfast cannot read or invert.
+    `tensors` are the model's own, by the names of the state; `share` returns those of all ranks, given this one's. Raises
+    `InvalidRequest` for statements of the model that Holdfast cannot read or invert.
     """
-    model = unwrapped(model)
+    model = unwrapped(model).layer
     config = config_of(model)
     degree = next((size for key in _DEGREES if isinstance(size := getattr(config, key, None), int) and size > 0), 1)
     turned = _turned(model)
@@ -52,8 +60,9 @@ def program_of(model: Any, tensors: Mapping[str, Any]) -> Program | None:
         )
         for name, tensor in tensors.items()
     }
+    shared = share(live)
     kind = re.sub(r"[^a-z0-9_.-]", "-", class_name(model).lower())
-    return made_program(f"paddle-{kind}"[:_NAME_CHARACTERS_MAX], _statements(model, config, live), live)
+    return made_program(f"paddle-{kind}"[:_NAME_CHARACTERS_MAX], _statements(model, config, shared), shared)
 
 
 def values_of(model: Any, config: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,16 +72,9 @@ def values_of(model: Any, config: Any, tensors: Mapping[str, Any]) -> dict[str, 
     for name in inspect.signature(type(config).__init__).parameters:  # a default here may be another one there
         if name in every and name not in values and _is_json(every[name]):
             values[name] = every[name]
-    values["architectures"] = values.get("architectures") or [class_name(unwrapped(model))]
+    values["architectures"] = values.get("architectures") or [class_name(unwrapped(model).layer)]
     values["dtype"] = values["torch_dtype"] = _usual_dtype(tensors)
     return values
-
-
-def unwrapped(model: Any) -> Any:
-    """The layer inside of Paddle's wrappers for parallel training."""
-    while hasattr(model, "_layers") and hasattr(model._layers, "named_sublayers"):
-        model = model._layers
-    return model
 
 
 def config_of(model: Any) -> Any:

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from holdfast.integrations.paddle.fleet.layer_places import LayerPlaces
+from holdfast.integrations.paddle.fleet.places import empty
+from holdfast.integrations.paddle.fleet.ranks import RankTensor
+from holdfast.tensors.fragments import Fragment
+from holdfast.tensors.torch_dtypes import safetensors_name, torch_dtype
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.region import Shape
 
 
 class _Seen(NamedTuple):
@@ -35,12 +41,12 @@ class Views:
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
 
-    def of(self, name: str, tensor: Any) -> torch.Tensor:
-        """The view of this Paddle tensor, which for a parameter is a torch parameter; `InvalidRequest` as `view_of`."""
+    def of(self, name: str, tensor: Any, parameter: bool = False) -> torch.Tensor:
+        """The view of this Paddle tensor, as a torch parameter if it is to be one; `InvalidRequest` as `view_of`."""
         seen = self._seen.get(name)
         if seen is None or not seen.is_of(tensor):
             view = view_of(name, tensor)
-            view = nn.Parameter(view, requires_grad=False) if is_parameter(tensor) else view
+            view = nn.Parameter(view, requires_grad=False) if parameter else view
             seen = _Seen(tensor, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.strides, view)
             self._seen[name] = seen
         return seen.view
@@ -89,20 +95,41 @@ class LayerViews:
     """
 
     def __init__(self, layer: Any) -> None:
-        self.layer = layer
+        self.places = LayerPlaces(layer)
         self.module = nn.Module()
         self.tensors: dict[str, Any] = {}  # of Paddle, by structured name
+        self._empty: dict[str, Other] = {}  # tensors that only other ranks have
         self._views = Views()
         self.module.register_state_dict_pre_hook(self._follow)  # type: ignore[no-untyped-call]
         self._follow()
 
+    def shard(self, name: str, view: torch.Tensor) -> Any:
+        """What is stored of this tensor of `module`: itself, or Fragments, where this rank has a part of it."""
+        if name in self._empty:
+            return self._empty[name].declared
+        tensor = self.tensors[name]
+        return self.places.declared(name, tensor, view) if is_parameter(tensor) else view
+
+    def whole(self, name: str) -> tuple[Shape, str]:
+        """The shape of the whole tensor and its dtype, by safetensors' name."""
+        tensor, view = self.tensors[name], (self.module._parameters.get(name), self.module._buffers.get(name))
+        dtype = next(one.dtype for one in view if one is not None)
+        shape = self.places.place(name, tensor).shape if is_parameter(tensor) else tuple(tensor.shape)
+        return shape, safetensors_name(dtype, name)
+
+    def add_other(self, name: str, listed: RankTensor) -> None:
+        """A tensor of other ranks, which `module` has too from the next look on, without elements."""
+        dtype = torch_dtype(listed.dtype, name)
+        tensor = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=bool(listed.group))
+        self._empty[name] = Other(tensor, empty(listed.shape, dtype))
+
     def _follow(self, *_: object) -> None:
         """Hold the views of what the layer has now; the identical ones while its memory stays the same."""
-        self.tensors = self.layer.state_dict(use_hook=False)
-        parameters: dict[str, nn.Parameter | None] = {}
+        self.tensors = self.places.tensors()
+        parameters: dict[str, nn.Parameter | None] = {name: other.tensor for name, other in self._empty.items()}
         buffers: dict[str, torch.Tensor | None] = {}
         for name, tensor in self.tensors.items():
-            view = self._views.of(name, tensor)
+            view = self._views.of(name, self.places.held(name, tensor), is_parameter(tensor))
             if isinstance(view, nn.Parameter):
                 trained = not tensor.stop_gradient and (view.is_floating_point() or view.is_complex())
                 if view.requires_grad != trained:
@@ -111,6 +138,14 @@ class LayerViews:
             else:
                 buffers[name] = view
         self._views.keep(self.tensors)
+        self.places.keep(self.tensors)
         for held, now in ((self.module._parameters, parameters), (self.module._buffers, buffers)):
             held.clear()
             held.update(now)  # type: ignore[arg-type]
+
+
+class Other(NamedTuple):
+    """No element of a tensor of other ranks, as a module of torch has it and as it is stored."""
+
+    tensor: nn.Parameter
+    declared: Fragment

@@ -136,7 +136,8 @@ def test_the_class_of_a_fleet_model_is_the_one_that_made_it():
     model.config_to_save = Config()  # type: ignore[attr-defined]
     assert program.class_name(model) == "Qwen2ForCausalLM"
     assert stored(model) == {"a": (3, 2)}
-    wrapped = SimpleNamespace(_layers=model)
+    wrapper = type("DataParallel", (SimpleNamespace,), {"__module__": "paddle.distributed.parallel"})
+    wrapped = wrapper(_layers=model)
     made = program.program_of(wrapped, model.tensors)
     assert made is not None and made.name == "paddle-qwen2forcausallm"
 

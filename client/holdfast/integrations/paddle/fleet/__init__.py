@@ -1,0 +1,1 @@
+"""Parallel training by `paddle.distributed.fleet`: which part of each whole tensor a rank holds."""

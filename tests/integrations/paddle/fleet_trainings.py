@@ -1,0 +1,212 @@
+"""Small trainings in each form of fleet's parallelism, and what their ranks hold."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+from paddle import nn
+from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_parallel import (
+    ColumnParallelLinear,
+    LayerDesc,
+    PipelineLayer,
+    RowParallelLinear,
+    SharedLayerDesc,
+    VocabParallelEmbedding,
+    get_rng_state_tracker,
+)
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
+
+from tests.integrations.paddle import gloo
+
+VOCABULARY, WIDTH, INNER, ROWS = 30, 6, 10, 8
+SEGMENT = 20  # elements up to which stage 3 leaves a parameter whole
+DEGREES = {"plain": {}, "dp": {"dp_degree": 2}, "tp": {"mp_degree": 2}, "pp": {"pp_degree": 2}}
+SHARDED = {"sharding_degree": 2}  # v1, v2, 2 and 3
+
+
+class Net(nn.Layer):
+    """Every kind of parameter: cut by column, row and vocabulary, whole, frozen, and smaller than the number of ranks."""
+
+    def __init__(self, tensor_parallel: bool) -> None:
+        super().__init__()
+        if tensor_parallel:
+            self.embed = VocabParallelEmbedding(VOCABULARY, WIDTH)
+            self.up = ColumnParallelLinear(WIDTH, INNER, has_bias=True, gather_output=False)
+            self.down = RowParallelLinear(INNER, WIDTH, has_bias=True, input_is_parallel=True)
+        else:
+            self.embed = nn.Embedding(VOCABULARY, WIDTH)
+            self.up = nn.Linear(WIDTH, INNER)
+            self.down = nn.Linear(INNER, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias_attr=False)
+        self.frozen.weight.stop_gradient = True
+        self.scale = self.create_parameter([1], default_initializer=nn.initializer.Constant(1.0))
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, rows: Any) -> Any:
+        held = self.embed(rows)
+        inner = nn.functional.relu(self.up(held))
+        with get_rng_state_tracker().rng_state("local_seed"):
+            inner = self.drop(inner)
+        held = self.norm(held + self.drop(self.down(inner)))
+        return self.head((held + self.frozen(held)) * self.scale)
+
+
+def tied_head(embedding: Any, held: Any) -> Any:
+    return paddle.matmul(held, embedding.weight, transpose_y=True)
+
+
+class Block(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, held: Any) -> Any:
+        return held + self.drop(self.down(nn.functional.relu(self.up(held))))
+
+
+class Loss(nn.Layer):
+    def forward(self, out: Any, labels: Any) -> Any:
+        return nn.functional.cross_entropy(out.reshape([-1, VOCABULARY]), labels.reshape([-1]))
+
+
+class Training(NamedTuple):
+    """What fleet has made of a layer and its optimizer. `net` is the layer itself."""
+
+    kind: str
+    net: Any
+    model: Any
+    optimizer: Any
+    scheduler: Any
+
+    def step(self, rows: Any) -> float:
+        """One step on these rows, which each rank of tensor or pipeline parallelism gets alike; returns the loss."""
+        if self.kind in ("pp", "pipeline"):
+            loss = self.model.train_batch([rows, rows], self.optimizer)
+        else:
+            model = self.net if self.kind == "tp" else self.model  # Paddle's wrapper refuses a CPU
+            loss = Loss()(model(rows), rows)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.clear_grad()
+        self.scheduler.step()
+        return float(loss)
+
+
+def training(kind: str, seed: int) -> Training:
+    """A training of this kind: a key of `DEGREES`; v1, v2, 2 or 3 for the stages of sharding; `pipeline`, of one stage."""
+    strategy = gloo.begin(**DEGREES.get(kind, {} if kind == "pipeline" else SHARDED))
+    if kind == "v2":
+        strategy.hybrid_configs["sharding_configs"].split_param = True
+    strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": ROWS // 2}
+    fleet.init(is_collective=True, strategy=strategy)
+    rank = paddle.distributed.get_rank()
+    tracker = get_rng_state_tracker()
+    tracker.reset()
+    paddle.seed(seed)
+    for number, name in enumerate(("model_parallel_rng", "local_seed")):
+        tracker.add(name, 1000 + 100 * seed + 10 * number + rank)
+    net = _pipeline() if kind in ("pp", "pipeline") else Net(kind == "tp")
+    scheduler = paddle.optimizer.lr.ExponentialDecay(0.02, 0.9)
+    clip = None if kind in ("2", "3") else nn.ClipGradByGlobalNorm(1.0)  # theirs moves to a GPU
+    stepped = [one for one in net.parameters() if kind != "v2" or not one.stop_gradient]  # split_param takes no frozen ones
+    optimizer = paddle.optimizer.AdamW(scheduler, parameters=stepped, weight_decay=0.1, grad_clip=clip)
+    return Training(kind, net, *_wrapped(kind, net, optimizer), scheduler)
+
+
+def _wrapped(kind: str, net: Any, optimizer: Any) -> tuple[Any, Any]:
+    if kind in ("2", "3"):
+        gloo.allow_group_sharded()
+        if kind == "3":
+            return GroupShardedStage3(net, optimizer=optimizer, device="cpu", segment_size=SEGMENT), optimizer
+        optimizer = GroupShardedOptimizerStage2(params=optimizer._parameter_list, optim=optimizer, device="cpu")
+        return GroupShardedStage2(net, optimizer, device="cpu"), optimizer
+    if kind == "plain":
+        return net, optimizer
+    return fleet.distributed_model(net), fleet.distributed_optimizer(optimizer)
+
+
+def _pipeline() -> Any:
+    embedding = ("embedding", nn.Embedding)
+    layers = [
+        SharedLayerDesc(*embedding, None, "weight", VOCABULARY, WIDTH),
+        *(LayerDesc(Block) for _ in range(3)),
+        SharedLayerDesc(*embedding, tied_head, "weight", VOCABULARY, WIDTH),
+    ]
+    group = fleet.get_hybrid_communicate_group()
+    return PipelineLayer(layers, num_stages=group.get_pipe_parallel_world_size(), topology=group._topo, loss_fn=Loss())
+
+
+def rows(step: int, kind: str) -> Any:
+    """The rows of a step: those of all ranks differ where ranks share the data."""
+    rank = 0 if kind in ("tp", "pp", "pipeline", "plain") else paddle.distributed.get_rank()
+    made = np.random.RandomState(1000 * step + rank).randint(0, VOCABULARY, (ROWS, 5))
+    return paddle.to_tensor(made)
+
+
+class Held(NamedTuple):
+    """A rank's part of a tensor: of which whole shape, and how it continues in that of the next rank: along `axis`, in the
+    flat row-major order (with padding at the end), or, with neither, not at all.
+    """
+
+    array: np.ndarray
+    shape: tuple[int, ...]
+    axis: int | None
+    flat: bool
+
+
+def held(one: Training) -> dict[str, Held]:
+    """Everything that this rank keeps, by stored group and name, as Paddle has it."""
+    found: dict[str, Held] = {}
+    inner = one.optimizer
+    for name in ("_inner_opt", "_inner_opt", "_optim"):
+        inner = vars(inner).get(name, inner)
+    for name, parameter in one.net.state_dict(use_hook=False).items():
+        part = getattr(parameter, "fw_storage", None)
+        part = parameter if part is None else part  # stage 3 leaves a frozen one gathered after a backward pass
+        axis = getattr(parameter, "split_axis", None)
+        found[f"model/{name}"] = _held(parameter, part, axis)
+        owners = (parameter.name, f"slice@{parameter.name}")
+        for owner in owners:
+            master = inner._master_weights.get(owner)
+            if master is not None:
+                found[f"master/{name}"] = _held(parameter, master, axis)
+                owners = (*owners, master.name)
+        for kind, by_owner in inner._accumulators.items():
+            kept = next((by_owner[owner] for owner in owners if owner in by_owner), None)
+            if kept is not None:
+                found[f"optim/{name}/{kind}"] = _held(parameter, kept, axis)
+    return found
+
+
+def _held(parameter: Any, kept: Any, axis: int | None) -> Held:
+    array = kept.astype("float32").numpy()
+    if kept.shape == parameter.shape:
+        return Held(array, tuple(parameter.shape), axis, flat=False)
+    if kept.shape == [1]:  # a power of beta
+        return Held(array, (1,), None, flat=False)
+    return Held(array, tuple(parameter.shape), axis, flat=True)
+
+
+def whole(parts: list[dict[str, Held]]) -> dict[str, np.ndarray]:
+    """The whole tensors of which these are the ranks' parts; copies that differ are an error."""
+    found = {}
+    for name in {name: None for part in parts for name in part}:
+        of = [part[name] for part in parts if name in part]
+        if of[0].flat:
+            size = int(np.prod(of[0].shape))
+            found[name] = np.concatenate([one.array for one in of])[:size].reshape(of[0].shape)
+        elif of[0].axis is not None and len(of) > 1:
+            found[name] = np.concatenate([one.array for one in of], of[0].axis)
+        else:
+            assert all(np.array_equal(one.array, of[0].array) for one in of), f"{name} differs between ranks"
+            found[name] = of[0].array
+    return found

@@ -1,0 +1,119 @@
+"""Fleet on a CPU: what Paddle 3.3.1 refuses there or has no kernels for is made of what it has.
+
+On its own, Paddle trains on a CPU with data parallelism, and with stage 1 without split_param. It lacks: `reduce_scatter`,
+bfloat16 and calls on the "calculation stream" in gloo; the alignment of communication buffers; `c_identity`; and a device
+number for pipelines. `group_sharded_parallel` asserts that there is a GPU. Nothing here knows of Holdfast, or touches what a
+rank holds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+from paddle.base import core
+from paddle.distributed import fleet, parallel
+from paddle.distributed.fleet.layers.mpu import mp_ops
+from paddle.distributed.fleet.meta_parallel.sharding import (
+    group_sharded_optimizer_stage2,
+    group_sharded_stage3,
+    group_sharded_storage,
+)
+from paddle.distributed.fleet.utils import tensor_fusion_helper
+
+ALIGNMENT = 256  # bytes, as on a GPU
+
+
+class Done:
+    """What gloo's calls that have ended return."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def place(rank: int, world: int, port: int) -> None:
+    """What paddle.distributed.launch tells a process; a single one is told nothing."""
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+    ):
+        os.environ.pop(name, None)  # those of torchrun, which are not there either
+    if world == 1:
+        return
+    ends = [f"127.0.0.1:{port + number}" for number in range(world)]
+    os.environ |= {"PADDLE_TRAINER_ID": str(rank), "PADDLE_TRAINERS_NUM": str(world), "PADDLE_LOCAL_SIZE": str(world)}
+    os.environ |= {"PADDLE_TRAINER_ENDPOINTS": ",".join(ends), "PADDLE_CURRENT_ENDPOINT": ends[rank]}
+    os.environ |= {"PADDLE_MASTER": f"127.0.0.1:{port}", "PADDLE_DISTRI_BACKEND": "gloo"}
+
+
+def begin(**degrees: int) -> Any:
+    """`fleet.init` with these degrees, such as mp_degree=2; returns the strategy, whose other options may still be set."""
+    paddle.set_device("cpu")
+    _complete()
+    strategy = fleet.DistributedStrategy()
+    whole = {"dp_degree": 1, "mp_degree": 1, "pp_degree": 1, "sharding_degree": 1}
+    strategy.hybrid_configs = {**whole, **degrees}
+    return strategy
+
+
+def _complete() -> None:
+    tensor_fusion_helper.alignment["unknown"] = ALIGNMENT
+    parallel.ParallelEnv._device_id = 0
+    gloo = core.ProcessGroupGloo
+    gloo.reduce_scatter_tensor = _reduce_scatter
+    gloo.all_reduce_on_calc_stream = lambda self, tensor, op=core.ReduceOp.SUM: self.all_reduce(tensor, op, True).wait()
+    gloo.send_on_calc_stream = lambda self, tensor, to: self.send(tensor, to, True).wait()
+    gloo.recv_on_calc_stream = lambda self, tensor, source: self.recv(tensor, source, True).wait()
+    gloo.broadcast = _in_float32(gloo.broadcast, 0)
+    gloo.all_reduce = _in_float32(gloo.all_reduce, 0)
+    mp_ops._C_ops = _Operators(mp_ops._C_ops)
+
+
+def _reduce_scatter(self: Any, part: Any, whole: Any, op: Any, _: bool) -> Done:
+    total = whole.clone()
+    self.all_reduce(total, op, True).wait()
+    begin = self.rank() * part._numel()
+    paddle.assign(total._slice(begin, begin + part._numel()), part)
+    return Done()
+
+
+def _in_float32(own: Callable[..., Any], at: int) -> Callable[..., Any]:
+    def call(self: Any, *given: Any) -> Any:
+        tensor = given[at]
+        if getattr(tensor, "dtype", None) != paddle.bfloat16:
+            return own(self, *given)
+        wide = tensor.astype("float32")
+        own(self, wide, *given[1:]).wait()
+        paddle.assign(wide.astype("bfloat16"), tensor)
+        return Done()
+
+    return call
+
+
+class _Operators:
+    """Paddle's operators, of which some have no kernel for a CPU."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def c_identity(self, tensor: Any, *_: Any) -> Any:
+        return paddle.assign(tensor)
+
+
+def allow_group_sharded() -> None:
+    """From now on this process passes for one with a GPU where Paddle only asks in order to refuse."""
+    core.is_compiled_with_cuda = lambda: True
+    paddle.get_device = lambda: "cpu:0"
+    paddle.Tensor.cpu = lambda self, *_: paddle.assign(self)  # a copy, as from a GPU
+    group_sharded_storage.cvt_to_device = lambda tensor, *_: tensor
+    for module in (group_sharded_stage3, group_sharded_optimizer_stage2):
+        module.alignment["cpu"] = ALIGNMENT

@@ -1,0 +1,54 @@
+"""What one form of fleet's parallelism saves, others restore with equal whole tensors: weights, moments, powers of beta."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.resuming import end, start
+from tests.suites.adapter_suite import AdapterSuite, Case
+
+SCRIPT = "tests.integrations.paddle.fleet_worlds"
+START_S = 900.0  # of an action, on a machine that is busy
+# The kind and the number of ranks that save, and those that restore.
+WORLDS = {
+    ("plain", 1): [("tp", 2), ("v2", 2)],
+    ("dp", 2): [("plain", 1)],
+    ("tp", 2): [("tp", 2), ("plain", 1)],
+    ("v1", 2): [("v1", 2), ("v2", 2)],
+    ("v2", 2): [("v2", 2), ("3", 2), ("plain", 1)],
+    ("2", 2): [("2", 2), ("v1", 2)],
+    ("3", 2): [("3", 2), ("tp", 2)],
+    ("pp", 2): [("pp", 2), ("pipeline", 1)],
+    ("pipeline", 1): [("pp", 2)],
+}
+
+
+def act(action: str, work: Path, world: int) -> None:
+    ranks = start(SCRIPT, [action], work, world)
+    try:
+        for rank in ranks:
+            rank.wait(timeout=START_S)
+        told = "\n".join(path.read_text()[-3000:] for path in work.glob("output-*.txt"))
+        assert all(rank.returncode == 0 for rank in ranks), told
+    finally:
+        end(ranks)
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_other_ranks_restore_what_these_have_saved(kind: str, world: int, tmp_path: Path) -> None:
+    act(f"make:{kind}:{kind}", tmp_path, world)
+    for other, ranks in WORLDS[kind, world]:
+        act(f"read:{other}:{kind}", tmp_path, ranks)
+    assert (tmp_path / "done.txt").read_text().splitlines() == [f"{kind} {other}" for other, _ in WORLDS[kind, world]]
+
+
+class TestFleet(AdapterSuite):
+    SCRIPT = "tests.integrations.paddle.fleet_train"
+    KILLED = (
+        Case("split parameters", "--kind v2", 2),
+        Case("tensor parallelism", "--kind tp", 2, kills=2),
+        Case("pipeline", "--kind pp", 2, kills=2),
+        Case("stage 3", "--kind 3", 2, kills=2),
+    )
