@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.state.containers import ContainerKeeper, can_take, is_mutable
-from holdfast.state.hyper_parameters import keep_settings
+from holdfast.state.hyper_parameters import keep_settings, refuse_unlike
 from holdfast.state.streams import CheckedEntry
 from holdfast.tensors import json_values, trees
 from holdfast.tensors.fragments import Fragment, FragmentList, Storable, is_sharded, objects
@@ -51,6 +51,7 @@ class Stateful(NamedTuple):
             if isinstance(self.target, CheckedEntry):
                 self.target.refuse_unfit(value)
             else:
+                refuse_unlike(self.key, self.target, value)
                 note = keep_settings(self.key, self.target, value, selection)
         plan = _plan(self.key, stored, selection, self._shards, partial(self._load, selection))
         plan.notes += [] if note is None else [note]

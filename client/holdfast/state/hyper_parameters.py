@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from holdfast.left_out import LeftOutNote
 from holdfast.tensors.leaves import PartPlan, Selection
 from holdfast.tensors.optimizer_documents import BEGAN
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, StateMismatch
 
 Hyper = Mapping[str, Any]
 LISTED_MAX = 20
@@ -150,6 +150,18 @@ def scheduler_settings(state: Mapping[str, Any]) -> list[tuple[str, list[Hyper]]
     return [
         (key, [{one.name: one.value for one in settings(value, value.state_dict())}]) for key, value in schedulers.items()
     ]
+
+
+def refuse_unlike(key: str, scheduler: LRScheduler, stored: Any) -> None:
+    """`StateMismatch` for the state of another program's scheduler, which torch would take without a word."""
+    live = scheduler.state_dict()
+    if stored and isinstance(stored, dict) and isinstance(live, dict) and live and live.keys().isdisjoint(stored):
+        raise StateMismatch(
+            f"extra/{key} is the state of another kind of scheduler: it has {', '.join(map(str, sorted(stored, key=str)))}, "
+            f"and {type(scheduler).__name__} has none of that",
+            hint=f"restore(exclude=('extra/{key}',)) begins the schedule at its start",
+            key=f"extra/{key}",
+        )
 
 
 def keep_settings(key: str, scheduler: LRScheduler, stored: Any, selection: Selection) -> LeftOutNote | None:

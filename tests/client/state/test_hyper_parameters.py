@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 from holdfast.left_out import LeftOutNote
 from holdfast.state.hyper_parameters import settings
 from holdfast.state.train_state import TrainState
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, StateMismatch
 from tests.client.checkpoint_in_memory import Checkpoint, restore, save
 
 Made = dict[str, Any]
@@ -196,3 +196,15 @@ def test_a_state_dict_of_another_form_has_no_settings() -> None:
     state["scheduler"].last_epoch = 7
     assert restore(save(state), twin, keep=("optim/lr",)).notes == []
     assert twin["scheduler"].last_epoch == 7
+
+
+def test_the_state_of_another_programs_scheduler_is_refused() -> None:
+    """As DeepSpeed's, which torch's would put beside its own and begin at its start."""
+    state, twin = made(0.1), made(0.1)
+    state["scheduler"] = {"last_batch_iteration": 4}
+    twin["scheduler"] = lr_scheduler.StepLR(twin["optim"], 3)
+    saved = save(state)
+    with pytest.raises(StateMismatch, match="last_batch_iteration, and StepLR") as refused:
+        restore(saved, twin)
+    assert "exclude=('extra/scheduler',)" in refused.value.hint
+    assert twin["scheduler"].last_epoch == 0

@@ -54,7 +54,7 @@ def model_of(place: Path) -> dict[str, torch.Tensor]:
     """The model's tensors; what torch.compile puts before names is dropped, as programs drop it."""
     held = opened(place)
     held = next((held[key] for key in MODEL_KEYS if isinstance(held, dict) and isinstance(held.get(key), Mapping)), held)
-    return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+    return {name.removeprefix("_orig_mod."): value for name, value in held.items() if isinstance(value, torch.Tensor)}
 
 
 def weights(place: Path) -> Tensors:
@@ -86,7 +86,8 @@ def all_of(key: str) -> Callable[[Path], Tensors]:
 
     def read(place: Path) -> Tensors:
         beside = {name: one for name, one in opened(place).items() if name not in (*MODEL_KEYS, key)}
-        return {**with_numbers(key)(place), **prefixed("extra", flat(beside))}
+        average = prefixed("ema", beside.pop("state_dict_ema", {}))
+        return {**with_numbers(key)(place), **average, **prefixed("extra", flat(beside))}
 
     return read
 
@@ -103,7 +104,7 @@ def into(make: Callable[[], nn.Module]) -> Callable[[Path], Tensors]:
 
         model, path = make(), place / "model.safetensors"
         state = load_file(path) if path.is_file() else model_of(place)
-        model.load_state_dict({name.removeprefix("_orig_mod."): one for name, one in state.items()})
+        model.load_state_dict(state)
         return dict(model.state_dict())
 
     return load

@@ -69,10 +69,10 @@ def config(stage: int, kind: str = "fp32", **more: Any) -> dict[str, Any]:
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Two parameter groups, one without weight decay."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [(len(getattr(p, "ds_shape", p.shape)), p) for p in model.parameters() if p.requires_grad]
     return [
-        {"params": [p for name, p in trained if p.dim() > 1]},
-        {"params": [p for name, p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for dimensions, p in trained if dimensions > 1]},
+        {"params": [p for dimensions, p in trained if dimensions < 2], "weight_decay": 0.0},
     ]
 
 

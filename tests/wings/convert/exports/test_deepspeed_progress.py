@@ -42,14 +42,6 @@ def test_of_our_adapter(tmp_path: Path) -> None:
     assert found.notes == found.left_out == ()
 
 
-def test_of_an_import(tmp_path: Path) -> None:
-    """DeepSpeed's own values, as an import keeps them."""
-    theirs = {**COUNTERS, "lr_scheduler": {"last_batch_iteration": 4}, "loss_scaler": {**SCALER, "dtype": "torch.float16"}}
-    found = _read(tmp_path, deepspeed_checkpoint=theirs, client_state={"epoch": 2})
-    assert found.counters == COUNTERS and found.scheduler == {"last_batch_iteration": 4}
-    assert found.client_state == {"epoch": 2} and found.scale["dynamic_loss_scale"] is True
-
-
 def test_of_another_trainer(tmp_path: Path) -> None:
     """Only the step is known. A fixed loss scale comes from the configuration."""
     found = _read(tmp_path, deepspeed={"loss_scale": {"cur_scale": 1.0}}, lr_scheduler={"last_epoch": 3})

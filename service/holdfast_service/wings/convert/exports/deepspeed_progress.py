@@ -13,14 +13,9 @@ from holdfast_service.wings.convert.foreign.pickle_writer import MadeObject, Nam
 
 MODEL, MODEL_OF_3 = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
 VERSION = "0.14.0"  # the first release with this format for all stages of ZeRO; DeepSpeed asks for a version
-# Keys of the group extra: of Holdfast's adapter, of an import from DeepSpeed, and of a torch scheduler.
-_ADAPTER, _IMPORTED, _SCHEDULERS, _CLIENT = (
-    "deepspeed",
-    "deepspeed_checkpoint",
-    ("scheduler", "lr_scheduler"),
-    "client_state",
-)
-USED = frozenset(f"extra/{key}" for key in (_ADAPTER, _IMPORTED, *_SCHEDULERS, _CLIENT))
+# Keys of the group extra: of Holdfast's adapter, which imports from DeepSpeed have too, and of schedulers.
+_ADAPTER, _SCHEDULERS = "deepspeed", ("scheduler", "lr_scheduler")
+USED = frozenset(f"extra/{key}" for key in (_ADAPTER, *_SCHEDULERS))
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SCALER = NamedGlobal("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler")
 _OF_SCALER = frozenset({"cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis"})
@@ -49,9 +44,9 @@ class DeepSpeedProgress(NamedTuple):
 def read(source: ExportSource) -> DeepSpeedProgress:
     """Of the checkpoint's values; a trainer without DeepSpeed has only the step. `StateMismatch` without a step."""
     left_out: list[LeftOut] = []
-    held = {key: _decoded(source, key, left_out) for key in (_ADAPTER, _IMPORTED, *_SCHEDULERS, _CLIENT)}
-    adapter, imported = _mapping(held[_ADAPTER]), _mapping(held[_IMPORTED])
-    found = {**imported, **_mapping(adapter.get("counters"))}
+    held = {key: _decoded(source, key, left_out) for key in (_ADAPTER, *_SCHEDULERS)}
+    adapter = _mapping(held[_ADAPTER])
+    found = _mapping(adapter.get("counters"))
     counters = {key: found[key] for key in _COUNTERS if type(found.get(key)) is int}
     counters.setdefault("skipped_steps", 0)
     if "global_steps" not in counters:
@@ -60,18 +55,18 @@ def read(source: ExportSource) -> DeepSpeedProgress:
                 "the source does not record the step of the training", hint="import it as RUN@STEP, and export that"
             )
         counters["global_steps"] = source.listing.step
-    scheduler = next((held[key] for key in _SCHEDULERS if held[key] is not None), imported.get("lr_scheduler"))
+    scheduler = next((held[key] for key in _SCHEDULERS if held[key] is not None), None)
     notes = (
         [] if scheduler is not None else ["the checkpoint has no state of a scheduler: load it into an engine without one"]
     )
-    scaler = _mapping(adapter.get("loss_scale")) or _mapping(imported.get("loss_scaler"))
+    scaler = _mapping(adapter.get("loss_scale"))
     scale: dict[str, Any] = {}
     if scaler.keys() >= _OF_SCALER:
         scale = {"loss_scaler": MadeObject(_SCALER, {**scaler, "dtype": _FP16}), "dynamic_loss_scale": True}
     return DeepSpeedProgress(
         counters,
         scheduler,
-        {**_mapping(held[_CLIENT]), **_mapping(adapter.get("client_state"))},
+        _mapping(adapter.get("client_state")),
         scale,
         tuple(notes),
         tuple(left_out),

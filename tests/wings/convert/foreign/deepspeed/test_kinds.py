@@ -110,16 +110,26 @@ def test_documents(unpacked: Path) -> None:
     """The schedule, the scaler, counters, and what the caller gave, as JSON; hyper-parameters by name."""
     listing = KIND.read(_Only(unpacked / "zero2_fp16"), ReadOptions())
     extra = listing.documents["extra"]
-    theirs = extra["deepspeed_checkpoint"]
-    assert theirs["global_steps"] == 3
-    assert theirs["lr_scheduler"] == {"last_batch_iteration": 2}
-    assert extra["client_state"]["epoch"] == 2 and extra["client_state"]["seen"] == {"$tuple": ["a", 1]}
-    assert theirs["loss_scaler"]["dynamic"] is True and theirs["loss_scaler"]["dtype"] == "torch.float16"
+    theirs = extra["deepspeed"]
+    assert theirs["counters"] == {"global_steps": 3, "global_samples": 36, "skipped_steps": 0}
+    assert extra["scheduler"] == {"last_batch_iteration": 2}
+    assert theirs["client_state"] == {"epoch": 2, "seen": {"$tuple": ["a", 1]}} and theirs["tag"] == ""
+    assert theirs["loss_scale"]["dynamic"] is True and "dtype" not in theirs["loss_scale"]
+    assert extra["deepspeed_checkpoint"]["ds_version"] == "0.19.8"
     groups = listing.documents["optim"]["optimizer"]["groups"]
     decays = {
         name: group["weight_decay"] for group in groups.values() if isinstance(group, dict) for name in group["params"]
     }
     assert decays["embed.weight"] == 0.01 and decays["scale"] == 0.0
+
+
+def test_hyper_parameters_of_zero_3(unpacked: Path) -> None:
+    """Its groups list sub-groups of parameters."""
+    listing = KIND.read(_Only(unpacked / "zero3_bf16"), ReadOptions())
+    (group,) = (one for one in listing.documents["optim"]["optimizer"]["groups"].values() if isinstance(one, dict))
+    assert set(group["params"]) == {"scale", "embed.weight", "mix.weight", "mix.bias", "out.weight", "out.bias"}
+    assert group["lr"] == 0.0006826061944859854 and group["betas"] == {"$tuple": [0.9, 0.999]}
+    assert not any("hyper-parameters" in note for note in listing.notes)
 
 
 class _Only:
@@ -174,15 +184,6 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     finally:
         for name in sys.modules.keys() - before.keys():
             del sys.modules[name]
-
-
-def test_schedulers(directory: Path) -> None:
-    """A scheduler of torch, which DeepSpeed was given, is under the key of a trainer's; one of DeepSpeed is not."""
-    assert "lr_scheduler" not in read(directory).documents["extra"]
-    _edit(directory / TAG / MODEL, _set("lr_scheduler", to={"last_epoch": 3, "_step_count": 4, "base_lrs": [0.5]}))
-    extra = read(directory).documents["extra"]
-    assert extra["lr_scheduler"]["last_epoch"] == 3
-    assert "lr_scheduler" not in extra["deepspeed_checkpoint"]
 
 
 OPTIMIZER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"

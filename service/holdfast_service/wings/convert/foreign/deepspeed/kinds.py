@@ -31,7 +31,7 @@ from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 
 GROUP = "model"
 _ROUNDED = "weights are the FP32 master copies, rounded to {}: the model states have none, or parts of them"
-_LEFT_OUT = "hyper-parameters are not imported: ZeRO 3 stores only those of one group, and the trainer keeps its own"
+_LEFT_OUT = "hyper-parameters are not imported, because groups do not fit the partitions: the trainer keeps its own"
 
 
 class _Saved(NamedTuple):
@@ -75,7 +75,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
             raise torch_values.mismatch(saved.model_path, tensor.spec.name, f"has {tensor.spec.name!r} twice")
         listed[tensor.key] = tensor
     groups = parameter_groups(parameters, saved.ranks[0], saved.stage)
-    if saved.stage == 3:
+    if not all(hyper for _, hyper in groups):
         notes.append(_LEFT_OUT)
     documents = unused_files.documents(saved.models[0], saved.ranks[0], saved.model_path)
     documents["optim"] = {optimizer_state.KEY: optimizer_state.document(groups)}

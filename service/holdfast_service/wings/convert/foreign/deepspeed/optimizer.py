@@ -190,12 +190,13 @@ def _value(rank: ZeroRank, group: int, kind: str, files: Files) -> float:
 def parameter_groups(
     parameters: Sequence[FlatParameter], rank: ZeroRank, stage: int
 ) -> list[tuple[Sequence[str], Mapping[str, Any]]]:
-    """Names and hyper-parameters of each group, for the optimizer's document."""
-    if stage == 3 or len(rank.groups) != len(rank.masters):
+    """Names and hyper-parameters of each group, for the optimizer's document; one without any if they do not fit."""
+    flat_of = [group.get("params") for group in rank.groups] if stage == 3 else [[n] for n in range(len(rank.groups))]
+    if sorted(n for held in flat_of if isinstance(held, list) for n in held) != list(range(len(rank.masters))):
         return [([parameter.name for parameter in parameters], {})]
     groups: list[tuple[Sequence[str], Mapping[str, Any]]] = []
-    for number, group in enumerate(rank.groups):
-        names = [parameter.name for parameter in parameters if parameter.group == number]
+    for held, group in zip(flat_of, rank.groups, strict=True):
+        names = [parameter.name for parameter in parameters if parameter.group in (held or ())]
         hyper = {
             str(key): torch_values.plain(one, rank.path, str(key)) for key, one in group.items() if key not in _NO_HYPER
         }

@@ -11,16 +11,14 @@ from holdfast_formats.mapping.listing import FileUse
 from holdfast_service.wings.convert.foreign import directories, hugging_face, json_values, torch_values
 from holdfast_service.wings.convert.foreign.deepspeed.files import LATEST, LATEST_UNIVERSAL, ZeroFiles, refused
 from holdfast_service.wings.convert.foreign.deepspeed.optimizer import ZeroRank
-from holdfast_service.wings.convert.foreign.pickles import PickledGlobal
 
 GROUP = "extra"
-# DeepSpeed's own counters, schedule and loss scale. A torch scheduler or scaler would take these for its own, and go on
-# from the beginning without a word; so they are not under keys that a trainer has.
-KEY = "deepspeed_checkpoint"
-_OF_TORCH = {"last_epoch", "_step_count"}  # what the state of any torch scheduler has
+# What the adapter `holdfast.integrations.deepspeed` resumes from, and what only DeepSpeed could use.
+ADAPTER, SCHEDULER, KEY = "deepspeed", "scheduler", "deepspeed_checkpoint"
 _READ = {"module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments"}
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version", "ds_config")
-_MORE_COUNTERS = ("checkpoint_parallel_dimensions",)
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_ABOUT = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version", "ds_config")
+_NUMBERS = (bool, int, float)
 _EMPTY = ("optimizer", "data_sampler", "random_ltd", "sparse_tensor_module_names")  # None or empty, unless a feature is used
 _SCRIPTS = {"zero_to_fp32.py": "DeepSpeed's own script", "zero_to_torch.py": "DeepSpeed's own script"}
 _WEIGHTS = re.compile(
@@ -31,25 +29,26 @@ _RANDOM = re.compile(r"rng_state(_\d+)?\.pth|random_states_\d+\.pkl")
 
 
 def documents(model: Mapping[str, Any], rank: ZeroRank, path: str) -> dict[str, dict[str, Any]]:
-    """Schedules, counters and the caller's state as JSON; `StateMismatch` for a value that is not plain."""
-    made: dict[str, Any] = {}
-    counters = {key: model[key] for key in (*_COUNTERS, *_MORE_COUNTERS) if key in model}
-    schedule = model.get("lr_scheduler")
-    if isinstance(schedule, dict) and schedule.keys() >= _OF_TORCH:
-        made["lr_scheduler"] = torch_values.plain(schedule, path, "lr_scheduler")
-    elif schedule is not None:
-        counters["lr_scheduler"] = schedule
-    theirs = {key: torch_values.plain(one, path, key) for key, one in counters.items()}
-    if rank.loss_scaler is not None and isinstance(rank.loss_scaler.state, dict):
-        kept = {key: one.name if isinstance(one, PickledGlobal) else one for key, one in rank.loss_scaler.state.items()}
-        theirs["loss_scaler"] = torch_values.plain(kept, rank.path, "loss_scaler")
-    made[KEY] = json_values.ordered(theirs)
+    """Schedule, counters and the caller's state as JSON, under the keys of our adapter; `StateMismatch` for a value that is
+    not plain.
+    """
     for key in _EMPTY:
         if model.get(key):
             raise torch_values.mismatch(path, key, f"has {key!r}, which Holdfast cannot import")
-    own = {key: one for key, one in model.items() if key not in (*_READ, *counters, *_EMPTY, "lr_scheduler")}
-    if own:
-        made["client_state"] = torch_values.plain(own, path, "client_state")
+    scaler = rank.loss_scaler.state if rank.loss_scaler is not None else None
+    numbers = {key: one for key, one in scaler.items() if type(one) in _NUMBERS} if isinstance(scaler, dict) else {}
+    known = {*_READ, *_COUNTERS, *_ABOUT, *_EMPTY, "lr_scheduler"}
+    own = {key: one for key, one in model.items() if key not in known}
+    resumed = {
+        "counters": {key: model[key] for key in _COUNTERS if key in model},
+        "loss_scale": torch_values.plain(numbers, rank.path, "loss_scaler"),
+        "tag": "",
+        "client_state": torch_values.plain(own, path, "client_state"),
+    }
+    about = {key: torch_values.plain(model[key], path, key) for key in _ABOUT if key in model}
+    made = {ADAPTER: resumed, KEY: json_values.ordered(about)}
+    if model.get("lr_scheduler") is not None:
+        made[SCHEDULER] = torch_values.plain(model["lr_scheduler"], path, "lr_scheduler")
     return {GROUP: made}
 
 
