@@ -125,7 +125,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         try:
             restored = self._restored(named)
         except StateMismatch as error:
-            raise explained(error) from error
+            raise explained(error, self._parts) from error
         except NoSuchCheckpoint as error:
             if named is None:
                 raise

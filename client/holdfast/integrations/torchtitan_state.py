@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -126,8 +127,32 @@ def position_key(rank: int, world: int) -> str:
     return f"{DATALOADER}.{rank}-of-{world}"
 
 
-def explained(error: StateMismatch) -> StateMismatch:
-    """The error of a restore, with a hint if another number of data-parallel ranks saved."""
+def fusing_program(parts: Sequence[nn.Module]) -> str | None:
+    """A mapping program that makes the projections of these parts of what torchtitan's own checkpoints have of them, as TOML;
+    None if none are fused.
+    """
+    statements = set()
+    for path, module in ((clean(path), module) for part in parts for path, module in part.named_modules()):
+        if hasattr(module, "wqkv") and hasattr(module, "heads_per_kv") and hasattr(module, "head_dim"):
+            groups = module.wqkv.weight.shape[0] // ((module.heads_per_kv + 2) * module.head_dim)
+            place = re.sub(r"(?<=layers\.)\d+", "$LAYER_ID", path)
+            how = f"axis=0, num_heads={module.heads_per_kv * groups}, num_key_value_groups={groups}"
+            for kind in (name for name, _ in module.wqkv.named_parameters()):
+                sources = ", ".join(f"{place}.{part}.{kind}" for part in ("wq", "wk", "wv"))
+                statements.add(f"{sources} -> {place}.wqkv.{kind}, fused_qkv, {how}")
+    lines = "\\n".join([*sorted(statements), "* -> *"])
+    return f'name = "fused"\nfrom = "torchtitan"\nto = "fused"\nstatements = "{lines}"' if statements else None
+
+
+def explained(error: StateMismatch, parts: Sequence[nn.Module]) -> StateMismatch:
+    """The error of a restore, with a hint if another number of data-parallel ranks saved, or torchtitan itself did."""
+    if ".wqkv." in error.detail and ".wq." in error.detail and (program := fusing_program(parts)) is not None:
+        return StateMismatch(
+            error.detail,
+            hint="torchtitan's own checkpoints have the fused projections in parts: import it with --program FILE, and with "
+            f"these lines in FILE.toml:\n{program}",
+            **error.members,
+        )
     if f"/{DATALOADER}." not in error.detail or error.hint.startswith("another number"):
         return error
     return StateMismatch(

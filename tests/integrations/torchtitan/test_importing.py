@@ -17,6 +17,16 @@ __all__ = ["run"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 daemon = own_daemon()
+FUSED = """name = "fused"
+from = "torchtitan"
+to = "fused"
+statements = '''
+layers.$LAYER_ID.attention.qkv_linear.wq.weight, layers.$LAYER_ID.attention.qkv_linear.wk.weight,
+    layers.$LAYER_ID.attention.qkv_linear.wv.weight ->
+    layers.$LAYER_ID.attention.qkv_linear.wqkv.weight, fused_qkv, axis=0, num_heads=4, num_key_value_groups=2
+* -> *
+'''
+"""
 SCRIPT = "tests.integrations.torchtitan.going_on"
 
 
@@ -25,7 +35,9 @@ def test_the_next_twenty_steps_are_equal(daemon: RunningDaemon, run: str, tmp_pa
     """Losses and rows of each rank, weights, moments and the schedule."""
     launch(ranks, SCRIPT, "--work", str(tmp_path / "own"), "--told", str(tmp_path / "original"))
     source = tmp_path / "own" / "out" / "checkpoint" / f"step-{FIRST}"
-    result = call("import", source, f"{run}@{FIRST}", "--root", daemon.root)
+    (tmp_path / "fused.toml").write_text(FUSED)
+    program = ("--program", tmp_path / "fused.toml")
+    result = call("import", source, f"{run}@{FIRST}", "--root", daemon.root, *program)
     assert result.exit_code == 0, result.output
     more = ("--root", str(daemon.root), "--run", run)
     launch(ranks, SCRIPT, "--work", str(tmp_path / "again"), "--told", str(tmp_path / "resumed"), *more)

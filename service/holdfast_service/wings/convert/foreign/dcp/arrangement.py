@@ -24,7 +24,7 @@ from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.listing import RefusedPart, TensorKey
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import json_values
-from holdfast_service.wings.convert.foreign.dcp import optimizers
+from holdfast_service.wings.convert.foreign.dcp import data_positions, optimizers
 from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing, Unread
 from holdfast_service.wings.convert.foreign.dcp.metadata import Path, SavedState
 from holdfast_service.wings.convert.foreign.dcp.optimizers import SavedOptimizer
@@ -80,6 +80,7 @@ class StateDictArrangement:
             self._optimizer(top, parts.pop(top))
         for top in list(parts):
             self._extra(top, parts.pop(top))
+        data_positions.add(self._gathered, EXTRA)
         return self._step()
 
     def as_is(self) -> None:
