@@ -128,8 +128,8 @@ def position_key(rank: int, world: int) -> str:
 
 
 def fusing_program(parts: Sequence[nn.Module]) -> str | None:
-    """A mapping program that makes the projections of these parts of what torchtitan's own checkpoints have of them, as TOML;
-    None if none are fused.
+    """A mapping program, as TOML, that makes these parts' fused projections of what torchtitan's own checkpoints have; None
+    if none are fused.
     """
     statements = set()
     for path, module in ((clean(path), module) for part in parts for path, module in part.named_modules()):

@@ -84,6 +84,16 @@ def trainer_read(place: Path) -> Tensors:
     return {**files(place), **prefixed("optim", flat(state)), **streams(random["python"], random["numpy"], random["cpu"])}
 
 
+def resumed(place: Path) -> Tensors:
+    """What the Trainer itself loads: weights, moments and the scheduler's step."""
+    made = trainer(place.parent / "resumed", weight_decay=0.0)
+    made.create_optimizer_and_scheduler(3)
+    made._load_from_checkpoint(str(place))
+    made._load_optimizer_and_scheduler(str(place))
+    found = {**made.model.state_dict(), **flat(made.optimizer.state_dict()["state"], "optim")}
+    return {**found, "scheduler": torch.tensor(made.lr_scheduler.last_epoch)}
+
+
 def accelerate(place: Path) -> None:
     from accelerate import Accelerator
 
@@ -202,6 +212,15 @@ CASES = (
         lambda place: trainer(place).train(),
         trainer_read,
         pretrained,
+        source="checkpoint-3",
+    ),
+    Case(
+        "trainer-checkpoint-again",
+        "transformers",
+        lambda place: trainer(place).train(),
+        trainer_read,
+        resumed,
+        exported=("--as", "trainer"),
         source="checkpoint-3",
     ),
     Case("accelerate-save-state", "accelerate", accelerate, accelerate_read, into(small)),

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.integrations.torchtitan_state import fusing_program
 from tests.daemons import RunningDaemon
+from tests.integrations.torchtitan import tiny
 from tests.integrations.torchtitan.going_on import FIRST, STEPS
 from tests.kit.commands import call
 from tests.kit.daemons import own_daemon, run
@@ -17,16 +19,6 @@ __all__ = ["run"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 daemon = own_daemon()
-FUSED = """name = "fused"
-from = "torchtitan"
-to = "fused"
-statements = '''
-layers.$LAYER_ID.attention.qkv_linear.wq.weight, layers.$LAYER_ID.attention.qkv_linear.wk.weight,
-    layers.$LAYER_ID.attention.qkv_linear.wv.weight ->
-    layers.$LAYER_ID.attention.qkv_linear.wqkv.weight, fused_qkv, axis=0, num_heads=4, num_key_value_groups=2
-* -> *
-'''
-"""
 SCRIPT = "tests.integrations.torchtitan.going_on"
 
 
@@ -35,7 +27,7 @@ def test_the_next_twenty_steps_are_equal(daemon: RunningDaemon, run: str, tmp_pa
     """Losses and rows of each rank, weights, moments and the schedule."""
     launch(ranks, SCRIPT, "--work", str(tmp_path / "own"), "--told", str(tmp_path / "original"))
     source = tmp_path / "own" / "out" / "checkpoint" / f"step-{FIRST}"
-    (tmp_path / "fused.toml").write_text(FUSED)
+    (tmp_path / "fused.toml").write_text(str(fusing_program([tiny.model_config().build()])))
     program = ("--program", tmp_path / "fused.toml")
     result = call("import", source, f"{run}@{FIRST}", "--root", daemon.root, *program)
     assert result.exit_code == 0, result.output

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def listed(place: Path, **positions: Any) -> ForeignListing:
     """A checkpoint as torchtitan saves it, of which each data-parallel rank has pickled its position."""
-    pickled = {name: pickle.dumps(value) for name, value in positions.items()}
+    pickled = {name: value if type(value) is bytes else pickle.dumps(value) for name, value in positions.items()}
     state = {"layers.0.weight": torch.ones(2), "dataloader": {**pickled, "world_size": len(positions)}}
     dcp.save(state, checkpoint_id=place, no_dist=True)
     return kinds.read_dcp(DirectoryFiles(place), ReadOptions())
@@ -37,11 +37,11 @@ def test_each_ranks_position(tmp_path: Path) -> None:
 
 
 def test_a_position_that_is_not_plain(tmp_path: Path) -> None:
-    """Nothing is executed: objects and arrays are named in a note, and the pickle is kept."""
-    listing = listed(tmp_path, dp_rank_0=np.arange(3), dp_rank_1=Path(".").stat())
+    """Nothing is executed: objects, arrays and damage are named in notes, and the pickles are kept."""
+    more = {"dp_rank_1": Path(".").stat(), "dp_rank_2": pickle.dumps([1, 2])[:-1]}
+    listing = listed(tmp_path, dp_rank_0={"seen": np.arange(3)}, **more)
     assert listing.documents["extra"].keys() == {"dataloader"}
     assert [note.partition(" was left out: ")[0] for note in listing.notes] == [
-        "the position in dataloader.dp_rank_0",
-        "the position in dataloader.dp_rank_1",
+        f"the position in dataloader.dp_rank_{rank}" for rank in range(3)
     ]
     assert not any(key.group == "extra" for key in listing.tensors)
