@@ -156,7 +156,7 @@ CASES = (
     *(
         Case(f"megatron-ranks-{how[0][2:]}", "megatron-core", lambda place, how=how: megatron(place, *how),
              lambda place: prefixed("model", megatron_weights(place)), megatron_weights,
-             exported=("--as", "dcp", "--layout", "plain"), load_exported=dcp_tensors, environment="megatron")
+             ("--weights-only",), ("--as", "dcp", "--layout", "plain"), dcp_tensors, environment="megatron")
         for how in (("--tp", "2"), ("--pp", "2"))
     ),
     Case("orbax", "orbax-checkpoint", orbax, lambda place: prefixed("model", orbax_restored(place)), orbax_restored,

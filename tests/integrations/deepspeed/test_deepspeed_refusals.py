@@ -112,7 +112,7 @@ def test_state_and_requests_that_are_not_covered(make: Any, tmp_path: Path) -> N
         engine.load_checkpoint(saves, "nowhere")
     engine.save_checkpoint(saves, "a", {"n": 1})
     engine.save_checkpoint(saves, "b", {"n": 1})  # the same step, and nothing else: two links
-    with pytest.raises(InvalidRequest, match="step 1 is saved as 'b' with another client_state"):
+    with pytest.raises(InvalidRequest, match="step 1 is already saved as 'b' with another client_state"):
         engine.save_checkpoint(saves, "c", {"n": 2})
     kept = engine.optimizer.optimizer.state[engine.optimizer.single_partition_of_fp32_groups[0]]
     kept["rows"] = torch.zeros(3)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import base64
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from holdfast_formats.errors import CheckpointError
 from holdfast_service.wings.convert.foreign import pickles
@@ -16,11 +16,13 @@ KEY = "dataloader"
 _RANK, _WORLD = re.compile(r"dp_rank_(\d{1,9})"), "world_size"
 
 
-class _Pickle(NamedTuple):
+class _Pickle:
     """The only file of a directory: a pickle inside a pickle, whose bytes are nowhere in the source as they are."""
 
-    data: bytes
-    label: str = KEY
+    label = KEY
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
 
     def size(self, path: str) -> int | None:
         return len(self.data)
@@ -40,7 +42,8 @@ class _Pickle(NamedTuple):
         view[: len(part)] = part
         return len(part)
 
-    read_stored = read_into
+    def read_stored(self, path: str, offset: int, buffer: Any) -> int:
+        return self.read_into(path, offset, buffer)
 
 
 def add(gathered: GatheredListing, group: str) -> None:
