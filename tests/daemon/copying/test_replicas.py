@@ -501,6 +501,35 @@ def test_a_copy_stays_while_what_was_brought_back_is_not_read_back(world: Copies
     assert world.states(5) == world.states(15) == {"far": "present"}
 
 
+def test_a_run_that_comes_back_while_its_copies_are_removed(world: CopiesWorld, tmp_path: Path) -> None:
+    """Copies that are still there stay, and the one that went is no longer counted: it is made again."""
+    acts: list[str] = []
+
+    class Watched(PosixTier):
+        def remove_tree(self, path: str) -> None:
+            if acts == ["deleted"]:
+                acts.append("brought back")
+                world.control.trash.undelete(RUN)
+            super().remove_tree(path)
+
+    watched = world.add("watched", Watched(tmp_path / "watched"))
+    while watched.run_once():
+        pass
+    world.control.trash.delete(RUN)
+    acts.append("deleted")
+    watched._remove(watched._open().store)
+    there = tmp_path / "watched" / RUN / naming.CHECKPOINTS
+    assert acts == ["deleted", "brought back"] and len(os.listdir(there)) == 2
+    assert [world.states(step) for step in (5, 10, 15)].count({"watched": "present"}) == 2
+    for step in (5, 10, 15):
+        world.control.findings.sound(RUN, step)
+    while watched.run_once():
+        pass
+    for step in (5, 10, 15):
+        verify(PosixTier(tmp_path / "watched"), naming.checkpoint_path(RUN, step))
+        assert world.states(step) == {"watched": "present"}
+
+
 @pytest.mark.parametrize("damaged", ["replacement", "replaced"])
 def test_of_a_copy_and_what_it_replaced_the_sound_one_stays(world: CopiesWorld, tmp_path: Path, damaged: str) -> None:
     """A start finds both: the one that stands, if it is sound, else the one that it had replaced."""

@@ -216,10 +216,10 @@ class ReplicaRecords:
 
     def remove(self, name: str, store: Store, run: str, step: int) -> bool:
         """Remove a copy whose checkpoint was removed, in the order of I4. False if it stays, because every checkpoint that
-        justified the removal is gone, or, for now, because it is being read.
+        justified the removal is gone, because its checkpoint was brought back, or, for now, because it is being read.
         """
         with self.readers.removing(run, step) as free:
-            return free and self._remove(name, store, run, step)
+            return free and (run, step) in self.removals(name) and self._remove(name, store, run, step)
 
     def _remove(self, name: str, store: Store, run: str, step: int) -> bool:
         if not self._is_dispensable(name, store.files, CheckpointId(run, step)):
@@ -231,8 +231,8 @@ class ReplicaRecords:
                 log.warning("bytes of %s@%s stay in the trash of replica %s: %s", run, step, name, left.detail)
         except NoSuchCheckpoint:
             log.info("%s@%s was already gone from replica %s", run, step, name)
-        with self._database.write() as session:
-            session.execute(delete(ReplicaRow).where(*_row(name, run, step), ReplicaRow.state == "gone"))
+        with self._database.write() as session:  # in any state: its checkpoint may have been brought back meanwhile
+            session.execute(delete(ReplicaRow).where(*_row(name, run, step)))
             _forget_deleted(session, run)
         return True
 
