@@ -27,7 +27,7 @@ RECORD = "RECORD"  # as in `recording`, which imports torch: some scripts prepar
 ADAPTERS: dict[str, tuple[str, tuple[tuple[str, str, tuple[str, ...]], ...]]] = {
     "transformers": (
         "tests.integrations.transformers.train",
-        (("holdfast.integrations.transformers.training", "TrainerRun", ("save",)),),
+        (("holdfast.integrations.trainers.runs", "TrainerRun", ("save",)),),
     ),
     "accelerate": (
         "tests.integrations.accelerate.train",

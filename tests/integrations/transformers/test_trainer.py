@@ -22,7 +22,8 @@ from transformers import (
 
 import holdfast
 from holdfast import Api
-from holdfast.integrations.transformers import HoldfastTrainerMixin, attach, resuming, training
+from holdfast.integrations.trainers import resuming
+from holdfast.integrations.transformers import HoldfastTrainerMixin, attach, framework
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchCheckpoint, StateMismatch
 from tests.daemons import RunningDaemon, wait_until, wait_until_read_back
@@ -263,7 +264,7 @@ def test_no_save_of_a_plain_trainer_waits_for_its_commit(daemon: RunningDaemon, 
 
     class Looks(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(any(training.reads_files(one) for one in trainer.callback_handler.callbacks))
+            seen.append(any(framework.reads_files(one) for one in trainer.callback_handler.callbacks))
 
     trainer = attach(plain(tmp_path, callbacks=[Looks()]), run, at=daemon.socket)
     trainer.train()
@@ -276,9 +277,9 @@ def test_callbacks_that_read_no_files_are_not_waited_for(monkeypatch: pytest.Mon
 
     monkeypatch.delenv("WANDB_LOG_MODEL", raising=False)
     callbacks = [kind.__new__(kind) for kind in (WandbCallback, Starts, FlyteCallback)]
-    assert [training.reads_files(callback) for callback in callbacks] == [False, False, True]
+    assert [framework.reads_files(callback) for callback in callbacks] == [False, False, True]
     monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
-    assert training.reads_files(callbacks[0])
+    assert framework.reads_files(callbacks[0])
 
 
 def test_a_model_that_is_none_of_transformers(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:

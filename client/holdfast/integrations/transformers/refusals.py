@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from holdfast.integrations.trainers.options import check_limits
 from holdfast_formats.errors import InvalidRequest
 
 _PLAIN = "train without it, or without Holdfast; plain loops save FSDP2 and tensor parallelism (docs/saving.md)"
@@ -42,7 +43,7 @@ def check(trainer: Any, options: Mapping[str, Any]) -> None:
             hint="make the model with peft.get_peft_model() instead",
         )
     _check_overrides(trainer)
-    _check_limits(args, options)
+    check_limits(args, options)
 
 
 def check_trial(trainer: Any, trial: object) -> None:
@@ -64,21 +65,3 @@ def _check_overrides(trainer: Any) -> None:
                 hint="keep that state in the model, or in a TrainerCallback with state() (ExportableState); "
                 "pass files that do not change as assets=",
             )
-
-
-def _check_limits(args: Any, options: Mapping[str, Any]) -> None:
-    limit, keep_last = args.save_total_limit, options.get("keep_last")
-    if limit and limit > 0 and keep_last is not None and keep_last != limit:
-        raise InvalidRequest(
-            f"save_total_limit={limit} and keep_last={keep_last} contradict each other", hint="pass only one of them"
-        )
-    if args.load_best_model_at_end and is_remote(options):
-        raise InvalidRequest(
-            "load_best_model_at_end needs a daemon on this machine, because a link protects the best checkpoint",
-            hint="give the daemon's directory as at=, or set load_best_model_at_end=False",
-        )
-
-
-def is_remote(options: Mapping[str, Any]) -> bool:
-    """Whether the daemon is on another machine, so that links to its checkpoints would be broken."""
-    return str(options.get("at") or "").startswith(("http://", "https://"))

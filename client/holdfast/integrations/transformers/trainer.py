@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import Trainer, TrainerCallback
 
+from holdfast.integrations.trainers.options import TrainerOptions, check_names
+from holdfast.integrations.trainers.runs import TrainerRun
 from holdfast.integrations.transformers import refusals
-from holdfast.integrations.transformers.training import TrainerOptions, TrainerRun
+from holdfast.integrations.transformers.data_streams import DataStreams
+from holdfast.integrations.transformers.framework import TransformersTrainer
 from holdfast_formats.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -60,7 +63,9 @@ class HoldfastTrainerMixin(Trainer):
             self.control.should_training_stop = True
             return [], None
         if getattr(self.args, "enable_jit_checkpoint", False):
-            self._run().streams.step_begins(self.state.global_step)
+            streams = self._run().streams
+            assert isinstance(streams, DataStreams)
+            streams.step_begins(self.state.global_step)
         return super().get_batch_samples(*arguments, **named)
 
     def _run(self) -> TrainerRun:
@@ -133,12 +138,8 @@ def attach(trainer: AnyTrainer, run: str, **options: Unpack[TrainerOptions]) -> 
     """
     if not isinstance(trainer, Trainer):
         raise InvalidRequest(f"attach takes a transformers.Trainer, not a {type(trainer).__name__}")
-    unknown = options.keys() - TrainerOptions.__annotations__.keys()
-    if unknown:
-        raise InvalidRequest(
-            f"attach has no option {', '.join(sorted(unknown))}", hint=f"it has {', '.join(TrainerOptions.__annotations__)}"
-        )
-    trainer_run = TrainerRun(trainer, run, options)
+    check_names(options)
+    trainer_run = TrainerRun(trainer, run, options, TransformersTrainer(trainer))
     kind = type(trainer)
     if not issubclass(kind, HoldfastTrainerMixin):
         bases = (HoldfastTrainerMixin,) if kind is Trainer else (kind, HoldfastTrainerMixin)

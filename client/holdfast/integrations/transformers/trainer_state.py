@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import sys
 from typing import Any
 
 from holdfast.integrations.peft import GROUP, adapter, adapter_config
-from holdfast.integrations.transformers.resuming import STATE_FILE
+from holdfast.integrations.trainers import log
 from holdfast.state.modules import unwrap
 from holdfast_formats.errors import InvalidRequest
 
@@ -64,8 +63,8 @@ def assets(trainer: Any) -> list[Any]:
     return files
 
 
-def state_file(trainer: Any) -> dict[str, str]:
-    """The asset of each save: the TrainerState, with the current states of callbacks.
+def state_file(trainer: Any) -> str:
+    """The TrainerState, with the current states of callbacks.
 
     Text, because losses may be NaN, which the Trainer reads and writes as it is.
     """
@@ -75,22 +74,11 @@ def state_file(trainer: Any) -> dict[str, str]:
     exported = [callback for callback in callbacks if isinstance(callback, ExportableState)]
     trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
     values = {field.name: getattr(trainer.state, field.name) for field in dataclasses.fields(trainer.state)}
-    try:
-        return {STATE_FILE: json.dumps(values, sort_keys=True)}
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(
-            f"trainer.state cannot be written as JSON: {error}",
-            hint="log numbers as Python floats, and let a callback's state() return JSON values",
-        ) from error
+    return log.as_json(values, "and let a callback's state() return JSON values")
 
 
 def metrics(trainer: Any) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for entry in reversed(trainer.state.log_history):
-        if entry.get("step") != trainer.state.global_step:
-            break
-        values = {name: value for name, value in entry.items() if type(value) in (int, float)} | values
-    return {name: value for name, value in values.items() if name != "step"}
+    return log.metrics(trainer.state.log_history, trainer.state.global_step, "step")
 
 
 def _config(model: Any) -> Any:

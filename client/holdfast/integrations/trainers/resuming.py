@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple, SupportsIndex
 
@@ -47,14 +48,14 @@ def wanted(asked: object, run: str) -> Wanted:
     raise InvalidRequest(f"resume_from_checkpoint={asked!r} is not valid", hint=_ACCEPTED)
 
 
-def own_checkpoint(output_dir: str) -> tuple[int, str] | None:
-    """The newest checkpoint in the directory that the framework itself wrote, with its step."""
+def own_checkpoint(output_dir: str, files: Collection[str] = (STATE_FILE,)) -> tuple[int, str] | None:
+    """The newest checkpoint in the directory that the framework itself wrote, with its step. It has one of these files."""
     try:
         entries = list(Path(output_dir).iterdir())
     except OSError:
         return None
     numbered = [(int(match[1]), entry) for entry in entries if (match := _CHECKPOINT.fullmatch(entry.name))]
-    own = [(step, str(entry)) for step, entry in numbered if not entry.is_symlink() and (entry / STATE_FILE).is_file()]
+    own = [(step, str(entry)) for step, entry in numbered if not entry.is_symlink() and _has_one(entry, files)]
     return max((one for one in own if not (Path(one[1]) / naming.COMMIT).is_file()), default=None)
 
 
@@ -75,6 +76,10 @@ def not_of(run: str, path: Path) -> InvalidRequest:
         hint=f"attach it to the run and the root of that checkpoint, or `holdfast import {path} {run}@STEP`; with a daemon "
         "elsewhere, pass the number of a step",
     )
+
+
+def _has_one(directory: Path, files: Collection[str]) -> bool:
+    return any((directory / name).is_file() for name in files)
 
 
 def _of_directory(path: Path, run: str) -> Wanted:
