@@ -129,6 +129,7 @@ PARSED = {
     "docs/integrations/megatron.md": "needs the framework: make integrations",
     "docs/integrations/official.md": "needs checkouts of the frameworks: make official",
     "docs/integrations/paddle.md": "needs the framework: make integrations",
+    "docs/integrations/paddleformers.md": "needs the framework: make integrations",
     "docs/integrations/peft.md": "needs the framework: make integrations",
     "docs/integrations/ray.md": "needs the framework: make integrations",
     "docs/integrations/torchtitan.md": "needs the framework: make integrations",

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from holdfast.checkpointer import Checkpointer
 
 
 class DataPosition(Protocol):
@@ -35,9 +38,6 @@ class Framework(Protocol):
 
     @property
     def streams(self) -> DataPosition: ...
-
-    @property
-    def model_group(self) -> str: ...
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Raise `InvalidRequest` for what is not supported."""
@@ -76,6 +76,10 @@ class Framework(Protocol):
     def metrics(self) -> dict[str, float]: ...
 
     def best_step(self) -> int | None: ...
+
+    def restore_best(self, checkpointer: Checkpointer) -> None:
+        """Restore the weights of the best step."""
+        ...
 
     def reads_files(self) -> bool:
         """Whether something reads the checkpoint's directory as soon as it was saved."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast_formats.errors import InvalidRequest
 
 
-def as_json(values: Mapping[str, Any], hint: str) -> str:
+def as_json(values: Mapping[str, Any], hint: str, default: Callable[[Any], Any] | None = None) -> str:
     """The TrainerState as text, because losses may be NaN, which Trainers read and write as it is."""
     try:
-        return json.dumps(values, sort_keys=True)
+        return json.dumps(values, sort_keys=True, default=default)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(
             f"trainer.state cannot be written as JSON: {error}", hint=f"log numbers as Python floats, {hint}"

@@ -11,7 +11,7 @@ from holdfast_formats.staging.messages import Policy
 
 
 class TrainerOptions(TypedDict, total=False):
-    """The options of a `Checkpointer` for an attached Trainer."""
+    """The options of a `Checkpointer` for an attached Trainer, and directories of exports by their kind."""
 
     at: str | PathLike[str] | None
     assets: Any
@@ -19,6 +19,7 @@ class TrainerOptions(TypedDict, total=False):
     slots: int
     policy: Policy
     file_bytes_max: int
+    exports: Mapping[str, str | PathLike[str]]
 
 
 def check_names(options: Mapping[str, Any], known: Mapping[str, Any] = TrainerOptions.__annotations__) -> None:
@@ -39,6 +40,11 @@ def check_limits(args: Any, options: Mapping[str, Any]) -> None:
             "load_best_model_at_end needs a daemon on this machine, because a link protects the best checkpoint",
             hint="give the daemon's directory as at=, or set load_best_model_at_end=False",
         )
+
+
+def of_checkpointer(options: TrainerOptions) -> dict[str, Any]:
+    """Those that a `Checkpointer` has too."""
+    return {name: value for name, value in options.items() if name != "exports"}
 
 
 def keep_last(args: Any, options: Mapping[str, Any]) -> int | None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.checkpointer import Checkpointer
-from holdfast.integrations.trainers import resuming
+from holdfast.integrations.trainers import exports, resuming
+from holdfast.integrations.trainers.exports import Exports
 from holdfast.integrations.trainers.links import OutputLinks, unlink
-from holdfast.integrations.trainers.options import is_remote, keep_last
+from holdfast.integrations.trainers.options import is_remote, keep_last, of_checkpointer
 from holdfast.integrations.trainers.resuming import STATE_FILE, Wanted
 from holdfast.state.exclusion import OwnPatterns
 from holdfast_formats import naming
@@ -53,9 +54,11 @@ class TrainerRun:
     def __init__(self, trainer: Any, run: str, options: TrainerOptions, framework: Framework) -> None:
         self.trainer, self.run, self._options, self._framework = trainer, naming.check_run(run), options, framework
         framework.check(options)
+        exports.check(options)
         self.streams = framework.streams
         self.saved_step: int | None = None
         self._checkpointer: Checkpointer | None = None
+        self._exports: Exports | None = None
         self._source: ResumePoint | None = None
         self._from_scratch = False
         self._trained = False
@@ -118,7 +121,14 @@ class TrainerRun:
                     hint="nothing was restored: call super()._load_optimizer_and_scheduler() in your override",
                 )
             self._construct()
+        if self._exports is not None and self._source is not None:
+            self._exports.of(self._source.step)
         self.streams.watch(loader)
+
+    def prepare(self) -> None:
+        """Reserve memory for saves now, and not while the data loader's thread draws from the random streams."""
+        assert self._checkpointer is not None
+        self._checkpointer.prepare()
 
     def save(self) -> None:
         """Save the step, and link it where the library looks for it."""
@@ -140,6 +150,8 @@ class TrainerRun:
         if self._links:
             self._output.link(checkpointer, ticket)
             self._output.rotate(checkpointer, keep_last(self.trainer.args, self._options), framework.best_step())
+        if self._exports is not None:
+            self._exports.after(ticket)
         if framework.reads_files():
             ticket.result()
             framework.published(self._output.path(step))
@@ -154,7 +166,7 @@ class TrainerRun:
         checkpointer = self._checkpointer
         if checkpointer is None or not self.is_best_linked():
             return False
-        checkpointer.restore(self._framework.best_step(), groups=(self._framework.model_group,))
+        self._framework.restore_best(checkpointer)
         return True
 
     def settle(self) -> None:
@@ -224,6 +236,7 @@ class TrainerRun:
 
     def _end(self, done: bool) -> None:
         checkpointer, self._checkpointer, self._source = self._checkpointer, None, None
+        made, self._exports = self._exports, None
         self.streams.forget()
         if checkpointer is None:
             return
@@ -231,7 +244,11 @@ class TrainerRun:
         limit = keep_last(self.trainer.args, self._options)
         alone = done and self._links and limit == 1 and self.trainer.state.best_model_checkpoint is not None
         links = self._output.own(checkpointer) if alone else {}
-        checkpointer.close(wait=done)
+        try:
+            checkpointer.close(wait=done)
+        finally:
+            if made is not None:
+                made.close(wait=done)
         unlink(path for step, path in links.items() if step != best)
 
     def _construct(self) -> Checkpointer:
@@ -239,10 +256,14 @@ class TrainerRun:
         state = framework.live() | {"data": self.streams}
         mine = self._options.get("assets")
         assets = [*framework.assets(), *([] if mine is None else [mine])]
-        given: Any = {"keep_last": keep_last(args, {}), "policy": "wait"} | framework.given() | self._options
+        given: Any = (
+            {"keep_last": keep_last(args, {}), "policy": "wait"} | framework.given() | of_checkpointer(self._options)
+        )
         self._checkpointer = Checkpointer(self.run, state, **(given | {"assets": assets}))
         if self._links:
             self._output.check_place(self._checkpointer)
+        if self._options.get("exports") and self.trainer.is_world_process_zero():
+            self._exports = Exports(self.run, self._checkpointer.root(), self._options)
         return self._checkpointer
 
     def _existing(self, step: int) -> Existing:

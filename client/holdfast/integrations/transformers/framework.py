@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.config import uploads_checkpoints
 from holdfast.integrations.trainers.resuming import STATE_FILE
 from holdfast.integrations.transformers import refusals, trainer_state
 from holdfast.integrations.transformers.data_streams import DataStreams
 from holdfast_formats.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from holdfast.checkpointer import Checkpointer
 
 # Their on_save reads no files, unless W&B uploads checkpoints.
 _CALLERS = ("WandbCallback", "TrackioCallback", "SwanLabCallback")
@@ -25,10 +28,6 @@ class TransformersTrainer:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.streams = DataStreams(trainer.args.world_size, lambda: trainer.holdfast.install_streams())
-
-    @property
-    def model_group(self) -> str:
-        return trainer_state.model_group(self._trainer)
 
     def check(self, options: Mapping[str, Any]) -> None:
         refusals.check(self._trainer, options)
@@ -50,7 +49,7 @@ class TransformersTrainer:
         return trainer_state.assets(self._trainer)
 
     def groups(self) -> tuple[str, ...] | None:
-        return (self.model_group,) if self._trainer.args.save_only_model else None
+        return (trainer_state.model_group(self._trainer),) if self._trainer.args.save_only_model else None
 
     def before_save(self) -> None:
         self._trainer.store_flos()
@@ -67,6 +66,9 @@ class TransformersTrainer:
     def best_step(self) -> int | None:
         step: int | None = self._trainer.state.best_global_step
         return step
+
+    def restore_best(self, checkpointer: Checkpointer) -> None:
+        checkpointer.restore(self.best_step(), groups=(trainer_state.model_group(self._trainer),))
 
     def reads_files(self) -> bool:
         return self._trainer.args.push_to_hub or any(reads_files(one) for one in self._trainer.callback_handler.callbacks)

@@ -133,8 +133,9 @@ def attach(trainer: AnyTrainer, run: str, **options: Unpack[TrainerOptions]) -> 
     """Let Holdfast save and resume a Trainer as this run, and return it. Call it on every rank, before `train()`.
 
     `options` are those of a `Checkpointer`: `at`, `assets`, `keep_last` (else save_total_limit), `slots`, `policy`
-    (else "wait") and `file_bytes_max`. Subclasses of Trainer work as they are. Raises `InvalidRequest` with the name of
-    an unsupported feature.
+    (else "wait") and `file_bytes_max`. `exports` are directories by kind, such as `{"trainer": "output-trainer"}`: after a
+    commit the daemon exports the checkpoint to checkpoint-N there. Subclasses of Trainer work as they are. Raises
+    `InvalidRequest` with the name of an unsupported feature.
     """
     if not isinstance(trainer, Trainer):
         raise InvalidRequest(f"attach takes a transformers.Trainer, not a {type(trainer).__name__}")

@@ -1,0 +1,5 @@
+"""Saves and resumes the Trainer of PaddleFormers with Holdfast: `attach(trainer, "run")`, and train as before."""
+
+from holdfast.integrations.paddleformers.trainer import HoldfastPaddleTrainer, attach
+
+__all__ = ["HoldfastPaddleTrainer", "attach"]

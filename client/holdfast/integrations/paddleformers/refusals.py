@@ -1,0 +1,78 @@
+"""Refuses features of a Trainer that this adapter does not support, before anything is staged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.integrations.trainers.options import check_limits
+from holdfast_formats.errors import InvalidRequest
+
+# Arguments of PaddleFormers 1.2.0 that would have no effect, or another one, and what to do instead.
+_REFUSED = {
+    "enable_auto_parallel": "train with fleet's layers, or a loop of your own",
+    "enable_zero_cost_checkpoint": "leave it out: saves by Holdfast are asynchronous, on every device",
+    "flash_device_save_steps": "leave it out and lower save_steps: the newest checkpoint stays in shared memory",
+    "pdc_download_ckpt": "leave it out: the Trainer resumes from the run, and its daemon reads other nodes",
+    "ignore_load_lr_and_optim": "export the weights with `holdfast export --as hf`, and begin another run with them",
+    "sharded_model_from_ema": "the average is the group ema of each checkpoint: `holdfast export --as hf --weights ema`",
+    "auto_parallel_resume_form_hybrid_parallel": "import the checkpoint with `holdfast import`",
+    "tensorwise_offload_optimizer": "leave it out: state that moves between devices is not supported",
+    "using_sonic_moe": "its callback turns weights when a training begins: train without it",
+    "zcc_ema_loss_threshold": "leave it out; loops of your own have Ema(loss_above=…)",
+}
+# Words of unified_checkpoint_config, and arguments, of which nothing remains to be done.
+_REPLACED = {
+    "async_save": "saves are asynchronous, and durable",
+    "skip_save_model_weight": "weights are saved too",
+    "master_weight_compatible": "masters are saved and restored; `holdfast import` reads checkpoints without them",
+    "remove_master_weight": "masters are saved; retention can make older checkpoints compact",
+    "enable_all_options": "masters and weights are saved, asynchronously",
+}
+_UNUSED = {"use_async_save": False, "ordered_save_group_size": 0, "optim_shard_num": 1, "replicate_saved_into_local": False}
+# What a subclass may add to a checkpoint there, and would miss in the next start: these are not called.
+_NOT_CALLED = ("_save", "save_model", "_save_flex_model_state", "_save_flex_optimizer_state", "_load_scheduler")
+
+
+def check(trainer: Any, options: Mapping[str, Any]) -> None:
+    """Raise `InvalidRequest` with the name of what is not supported, and what to do instead."""
+    args = trainer.args
+    for name, hint in _REFUSED.items():
+        value = getattr(args, name, None)
+        if value:
+            raise InvalidRequest(f"{name}={value!r} cannot be used with Holdfast", hint=hint)
+    if getattr(args, "ckpt_quant_stage", "O0") != "O0":
+        raise InvalidRequest(
+            f"ckpt_quant_stage={args.ckpt_quant_stage!r}: optimizer state is saved as it is",
+            hint="leave it out; `holdfast retention` makes checkpoints compact some time after they were saved",
+        )
+    _check_overrides(trainer)
+    check_limits(args, options)
+
+
+def replaced(trainer: Any) -> list[str]:
+    """Sentences about arguments that Holdfast's saves take the place of, and what is saved of a model with LoRA."""
+    args = trainer.args
+    words = list(args.unified_checkpoint_config or ())
+    found = [f"unified_checkpoint_config {word}: {_REPLACED[word]}" for word in words if word in _REPLACED]
+    given = {name: getattr(args, name, default) for name, default in _UNUSED.items()}
+    unused = [f"{name}={value!r}" for name, value in given.items() if value != _UNUSED[name]]
+    if unused:
+        found.append(f"{', '.join(unused)}: each rank writes its own part into its daemon's memory, without waiting")
+    if not args.save_rng_states:
+        found.append("save_rng_states=False: random streams are saved all the same, since resuming needs them")
+    if hasattr(trainer.model, "lora_config"):
+        found.append("the model has LoRA: the base model is saved with the adapter, in Paddle's names")
+    return found
+
+
+def _check_overrides(trainer: Any) -> None:
+    for name in _NOT_CALLED:
+        owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), object)
+        own = owner.__module__.partition(".")[0] not in ("paddleformers", "holdfast")
+        if name in vars(trainer) or (own and owner is not object):
+            raise InvalidRequest(
+                f"{type(trainer).__name__} overrides {name}(), which Holdfast does not call: files that it writes "
+                "would be missing from every checkpoint",
+                hint="keep that state in the model; pass files that do not change as assets=",
+            )

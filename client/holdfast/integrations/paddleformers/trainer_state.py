@@ -1,0 +1,83 @@
+"""A Trainer's state for a Checkpointer: the live objects, and the files beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.integrations import paddle
+from holdfast.integrations.trainers import log
+
+ARGUMENTS_FILE = "training_args.json"
+BINARY_STATE_FILE = "trainer_state.bin"  # as PaddleFormers writes and reads it
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_SECRET = ("_token", "_key")
+
+
+def live_objects(trainer: Any) -> dict[str, Any]:
+    """The entries of the state: model, optimizer, scheduler, the scaler if gradients are scaled, random streams."""
+    scaler = trainer.scaler if trainer.do_grad_scaling else None
+    return paddle.state(trainer.model, _inner(trainer.optimizer), trainer.lr_scheduler, scaler)
+
+
+def assets(trainer: Any) -> list[Any]:
+    """What belongs beside the weights in every checkpoint: the model's config in Hugging Face's form, tokenizer, processor,
+    training arguments.
+    """
+    values = {name: value for name, value in trainer.args.to_dict().items() if not name.endswith(_SECRET)}
+    arguments = log.as_json(values, "and give it plain values", default=str)
+    files: list[Any] = [paddle.assets(trainer.model) | {ARGUMENTS_FILE: arguments}]
+    tokenizer = trainer.tokenizer if trainer.args.save_tokenizer else None
+    return [*files, *(one for one in (tokenizer, trainer.processing_class) if hasattr(one, "save_pretrained"))]
+
+
+def state_file(trainer: Any) -> str:
+    """The TrainerState; numbers of numpy as plain ones."""
+    values = {field.name: getattr(trainer.state, field.name) for field in dataclasses.fields(trainer.state)}
+    return log.as_json(values, "in place of tensors", default=_plain)
+
+
+def write_state(directory: Path, values: dict[str, Any]) -> None:
+    """Write it as PaddleFormers reads it; values that another version had are left out."""
+    from paddleformers.trainer.trainer_callback import TrainerState
+
+    known = {field.name for field in dataclasses.fields(TrainerState)}
+    TrainerState(**{name: value for name, value in values.items() if name in known}).save(str(directory / BINARY_STATE_FILE))
+
+
+def best_step(state: Any) -> int | None:
+    """The step of the best checkpoint, by the name of its directory."""
+    match = _CHECKPOINT.fullmatch(Path(state.best_model_checkpoint or "").name)
+    return None if match is None else int(match[1])
+
+
+def has_masters(trainer: Any) -> bool:
+    """Whether half-precision weights have full-precision masters."""
+    args = trainer.args
+    return bool(args.fp16_opt_level == "O2" and (args.bf16 or args.fp16))
+
+
+def is_better(trainer: Any, value: float) -> bool:
+    best = trainer.state.best_metric
+    if best is None or trainer.state.best_model_checkpoint is None:
+        return True
+    return bool(value > best if trainer.args.greater_is_better else value < best)
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer inside the wrapper that amp_master_grad puts around it."""
+    from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionOptimizer
+
+    while isinstance(optimizer, MixPrecisionOptimizer):
+        optimizer = optimizer._inner_opt
+    return optimizer
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON value")
