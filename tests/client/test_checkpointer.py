@@ -486,6 +486,19 @@ def test_the_memory_of_one_slot_is_prepared_and_of_another_when_it_is_needed(dae
         os.close(reading)
 
 
+def test_a_save_may_outgrow_the_memory_that_is_being_prepared(daemon: RunningDaemon, run: str) -> None:
+    """The thread that prepares it comes to the copy plan after the save, whose layout does not fit those slots."""
+    state = {"x": torch.ones(2**10)}
+    with Checkpointer(run, state, at=daemon.socket) as checkpointer:
+        checkpointer.prepare(wait=True)
+        small = checkpointer._reservation.slots
+        assert small is not None
+        state["x"] = torch.ones(2**20)
+        checkpointer.save(1, wait="durable")
+        assert checkpointer._reservation.slots is not small
+        checkpointer._saves.lay_ahead(small)
+
+
 def test_a_closed_checkpointer_refuses_to_save(daemon: RunningDaemon, run: str) -> None:
     """After close() nothing holds an optimizer's step back any more, so a save is refused by name."""
     checkpointer = Checkpointer(run, {"x": torch.ones(1)}, at=daemon.socket)

@@ -124,8 +124,11 @@ class Saves:
         return self._reservation.room_for(need, self._last)
 
     def lay_ahead(self, slots: Slots) -> None:
-        """Prepare the copy of the layout that was made last into these slots."""
-        self._copy_plans.lay_ahead(slots, self._contents.layout)
+        """Prepare the copy of the layout that was made last into these slots. A save that came meanwhile may have outgrown
+        them, and has others.
+        """
+        if self._contents.layout.data_bytes <= slots.geometry.data_bytes:
+            self._copy_plans.lay_ahead(slots, self._contents.layout)
 
     def warn_of_lacking(self) -> None:
         """Report committed saves that lack a group, once each."""

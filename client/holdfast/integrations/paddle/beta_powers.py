@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ def power(beta: float, steps: int) -> float:
     return float(value)
 
 
+@lru_cache(maxsize=256)  # most parameters have the same
 def steps_of(beta: float, value: float) -> StepRange | None:
     """After how many steps the power is exactly `value`; None if it never is."""
     size = 1024

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,28 @@ _ATTRIBUTE = "_holdfast_fence"
 
 
 class StepFence(torch.optim.Optimizer):
-    """A torch optimizer without parameters whose step is the step of a Paddle optimizer.
+    """A torch optimizer whose step is the step of a Paddle optimizer, by whichever method the training takes it.
 
-    So the hooks that a Checkpointer registers run around each step, by whichever method the training takes it.
+    So the hooks that a Checkpointer registers run around each step. It has no parameters; in their place are tensors without
+    memory from which a Checkpointer estimates how much the first step will add.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        super().__init__([torch.empty(0)], {})
+        super().__init__([torch.empty(0)], {})  # torch refuses none at all
+        self.expect(())
         self._inside = False
         for name in STEPS:
             own = getattr(optimizer, name, None)
             if callable(own):
                 setattr(optimizer, name, ReplacedMethod(own, partial(self._outermost, own)))
         setattr(optimizer, _ATTRIBUTE, self)
+
+    def expect(self, elements: Sequence[int]) -> None:
+        """The next step will make two float32 tensors of so many elements for each of these parameters."""
+        if [one.numel() for one in self.param_groups[0]["params"]] != list(elements):
+            self.param_groups[0]["params"] = [
+                torch.empty(count, dtype=torch.float32, device="meta", requires_grad=True) for count in elements
+            ]
 
     def step(self, own: Callable[..., Any], *given: Any, **named: Any) -> Any:  # type: ignore[override]
         """Take a step of the Paddle optimizer by its own method."""

@@ -8,6 +8,7 @@ the steps of the optimizer are counted on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ class PaddleOptimizer:
         self._counted: dict[str, Counted] = {}
         self._taken = 0
         self._made: dict[str, set[str]] = {}  # keys that a restore has made, by parameter, until they are filled
-        fence = fence_of(self.optimizer)
+        self._fence = fence = fence_of(self.optimizer)
         fence.register_step_pre_hook(self._before_step)
         fence.register_step_post_hook(self._after_step)
         self.shards = OptimizerShards(
@@ -104,6 +105,7 @@ class PaddleOptimizer:
                 place = self._place(places, stepped)
                 found[place.name] = self._stored(place, stepped, held)
         self._refuse_strangers(count)
+        self._fence.expect(self._elements_to_come())
         return found
 
     def new(self, name: str, key: str, dtype: torch.dtype) -> Any:
@@ -201,6 +203,15 @@ class PaddleOptimizer:
         self._counted[name] = Counted(steps, self._taken)
         tensor = self._steps.setdefault(name, torch.zeros(()))
         return tensor.fill_(steps)
+
+    def _elements_to_come(self) -> list[int]:
+        """The elements of each of two tensors that a first step makes of a parameter: float32 moments and half a master."""
+        halves = getattr(self.optimizer, "_multi_precision", False)
+        return [
+            math.prod(one.kept.shape) * (3 if halves and self.optimizer._is_dtype_fp16_or_bf16(one.kept.dtype) else 2) // 2
+            for one in hyper_parameters.stepped_by(self._sharding)
+            if not one.elsewhere and not one.kept.stop_gradient and next(self._held(one), None) is None
+        ]
 
     def _view(self, name: str, key: str, tensor: Any) -> torch.Tensor:
         return self._views.of(f"{name}/{key}", tensor)

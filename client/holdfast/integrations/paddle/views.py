@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -82,9 +84,15 @@ def view_of(name: str, tensor: Any) -> torch.Tensor:
 
 
 def is_parameter(tensor: Any) -> bool:
+    return isinstance(tensor, _parameter_class())
+
+
+@cache
+def _parameter_class() -> type:
     from paddle.base.framework import EagerParamBase
 
-    return isinstance(tensor, EagerParamBase)
+    found: type = EagerParamBase
+    return found
 
 
 class LayerViews:
@@ -126,8 +134,8 @@ class LayerViews:
     def _follow(self, *_: object) -> None:
         """Hold the views of what the layer has now; the identical ones while its memory stays the same."""
         self.tensors = self.places.tensors()
-        parameters: dict[str, nn.Parameter | None] = {name: other.tensor for name, other in self._empty.items()}
-        buffers: dict[str, torch.Tensor | None] = {}
+        parameters: dict[str, torch.Tensor] = {name: other.tensor for name, other in self._empty.items()}
+        buffers: dict[str, torch.Tensor] = {}
         for name, tensor in self.tensors.items():
             view = self._views.of(name, self.places.held(name, tensor), is_parameter(tensor))
             if isinstance(view, nn.Parameter):
@@ -139,9 +147,15 @@ class LayerViews:
                 buffers[name] = view
         self._views.keep(self.tensors)
         self.places.keep(self.tensors)
-        for held, now in ((self.module._parameters, parameters), (self.module._buffers, buffers)):
-            held.clear()
-            held.update(now)  # type: ignore[arg-type]
+        _put(self.module._parameters, parameters)
+        _put(self.module._buffers, buffers)
+
+
+def _put(held: dict[str, Any], now: Mapping[str, Any]) -> None:
+    """Let a container of the module hold these. Equal names stay the identical objects, by which a save sees no change."""
+    if list(held) != list(now) or not all(map(is_, held.values(), now.values())):
+        held.clear()
+        held.update(now)
 
 
 class Other(NamedTuple):
