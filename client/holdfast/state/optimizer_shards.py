@@ -129,8 +129,11 @@ class ShardedOptimizer(NamedTuple):
         return [group["params"] for group in self.groups_of_parameters()]
 
     def user_given(self) -> frozenset[str]:
-        """The hyper-parameters that its user gives; the framework's own schedule moves the learning rates."""
-        return given_to(self.shards.hooks) - {"lr"}
+        """The hyper-parameters that its user gives; the framework's own schedule moves the learning rates. A hook that
+        stands for the optimizer of another framework says what is given to that.
+        """
+        told = (getattr(hook, "given", ()) for hook in self.shards.hooks)
+        return given_to(self.shards.hooks).union(*told) - {"lr"}
 
     def began(self) -> dict[str, float]:
         """The framework's own scheduler sets the learning rates."""

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from holdfast.state.streams import CheckedEntry
 from holdfast_formats.errors import StateMismatch
 
+_LEFT_OUT = ("T_cur", "T_i")  # what CosineAnnealingWarmRestarts counts, and Paddle's own state_dict() lacks
+
 
 class Scheduler(CheckedEntry):
-    """A scheduler of paddle.optimizer.lr, with those inside it."""
+    """A scheduler of paddle.optimizer.lr, with the one inside it."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
 
     def state_dict(self) -> dict[str, Any]:
         document: dict[str, Any] = self.scheduler.state_dict()
-        return document
+        return {**document, **_left_out(self.scheduler)}
 
     def refuse_unfit(self, stored: Any) -> None:
         """Raise `StateMismatch` for the document of another kind of scheduler."""
         _refuse_unfit(type(self.scheduler).__name__, stored, self.state_dict())
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
-        self.scheduler.set_state_dict(stored)
+        more = _left_out(self.scheduler)
+        self.scheduler.set_state_dict({key: value for key, value in stored.items() if key not in more})
+        for owner in _with_inner(self.scheduler):
+            vars(owner).update({name: stored[name] for name in _LEFT_OUT if name in vars(owner)})
+
+
+def _with_inner(scheduler: Any) -> Iterator[Any]:
+    """A scheduler, and the one that a LinearWarmup goes over to."""
+    from paddle.optimizer.lr import LRScheduler
+
+    yield scheduler
+    for held in vars(scheduler).values():
+        if isinstance(held, LRScheduler):
+            yield from _with_inner(held)
+
+
+def _left_out(scheduler: Any) -> dict[str, Any]:
+    return {name: vars(one)[name] for one in _with_inner(scheduler) for name in _LEFT_OUT if name in vars(one)}
 
 
 class Scaler(CheckedEntry):

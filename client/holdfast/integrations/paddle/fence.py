@@ -26,6 +26,7 @@ class StepFence(torch.optim.Optimizer):
         super().__init__([torch.empty(0)], {})  # torch refuses none at all
         self.expect(())
         self._inside = False
+        self.given: frozenset[str] = frozenset()  # the names of the hyper-parameters that its user gives
         for name in STEPS:
             own = getattr(optimizer, name, None)
             if callable(own):

@@ -76,13 +76,15 @@ class PaddleOptimizer:
         Frozen parameters without state are in none.
         """
         places = self._places()
+        groups = self._groups()
+        self._fence.given = frozenset(name for group in groups for name in group.hyper)
         return [
             {
                 "params": [self._place(places, one).name for one in group.members]
                 + [name for name, listed in self.others.items() if listed.group == group.key],
                 **group.hyper,
             }
-            for group in self._groups()
+            for group in groups
         ]
 
     def keys_of_groups(self) -> dict[str, str]:
@@ -305,7 +307,8 @@ def _refuse(optimizer: Any) -> None:
         raise InvalidRequest(
             f"the optimizer is a {kind}, not an optimizer of Paddle", hint="pass the paddle.optimizer.Optimizer inside it"
         )
-    if type(optimizer).state_dict is not Optimizer.state_dict:
+    inner = next((name for name, held in vars(optimizer).items() if isinstance(held, Optimizer)), None)
+    if type(optimizer).state_dict is not Optimizer.state_dict or inner is not None:
         raise InvalidRequest(
             f"a {kind} keeps state that is in no accumulators, and Holdfast cannot save it",
             hint="use an optimizer that keeps all of its state in accumulators, such as AdamW",

@@ -61,7 +61,7 @@ class Views:
 
 def view_of(name: str, tensor: Any) -> torch.Tensor:
     """A new view of a Paddle tensor; `InvalidRequest` for one without plain memory, or on a device that torch lacks."""
-    if not tensor._is_initialized():
+    if not tensor._is_initialized() and 0 not in tensor.shape:
         raise InvalidRequest(
             f"{name} has no memory yet, as under paddle.LazyGuard", hint="call initialize() of the parameter first"
         )
