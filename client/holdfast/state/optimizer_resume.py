@@ -16,7 +16,7 @@ from holdfast.state.containers import ContainerKeeper
 from holdfast.state.hyper_parameters import LiveGroups, chosen
 from holdfast.state.modules import MODEL
 from holdfast.state.optimizer_entries import OptimizerEntry
-from holdfast.state.optimizer_shards import ShardParameter
+from holdfast.state.optimizer_shards import ShardedOptimizer, ShardParameter
 from holdfast.state.optimizers import KeyedOptimizers, Parameter
 from holdfast.state.partitioned.live import blocks_of
 from holdfast.state.partitioned.resume import BlockResume, stored_keys, stored_wrapper
@@ -230,6 +230,11 @@ class _Resumption:
                     self._claim(name, own.get(name, key), target, kinds.get(key, ""))
                 elif name not in own:
                     self._lack(name, key, kinds.get(key, ""))
+        if isinstance(self.state, ShardedOptimizer) and self.state.shards.makes_masters:
+            for name in self.stored.specs.get(MASTER_GROUP, {}):
+                target = (MASTER_GROUP, name)
+                if name in self.kept and target not in self.done and name not in own and self.selection.takes(*target):
+                    self._claim(name, MASTER_GROUP, target, "")
 
     def _lack(self, name: str, key: str, kind: str) -> None:
         """The saved optimizer had a copy of this parameter. One without state needs one to continue; one with state but

@@ -67,6 +67,8 @@ class OptimizerShards:
             `save()` copies everything before it returns.
         new: `new(name, key, dtype)` returns what `values` has for a key whose tensor has the parameter's shape, such as a
             part of a new flat buffer.
+        makes_masters: Whether `new` also makes full-precision copies, with the key "master", of a checkpoint whose optimizer
+            does not list them, such as an imported one.
 
     Raises:
         InvalidRequest: For arguments that are not functions, and for hooks that are not torch optimizers.
@@ -84,6 +86,7 @@ class OptimizerShards:
         install: Callable[[list[dict[str, Any]], dict[str, dict[str, Any]]], None],
         hooks: Iterable[torch.optim.Optimizer] = (),
         new: Callable[[str, str, torch.dtype], Any] | None = None,
+        makes_masters: bool = False,
     ) -> None:
         for name, function in (("groups", groups), ("state", state), ("install", install), ("new", new or install)):
             if not callable(function):
@@ -92,6 +95,7 @@ class OptimizerShards:
                     hint="pass a function, as the example of OptimizerShards does",
                 )
         self.groups, self.state, self.install, self.new = groups, state, install, new
+        self.makes_masters = makes_masters and new is not None
         # Name and key of the tensors that `state()` was seen to return twice.
         self.kept_for_good: set[tuple[str, str]] = set()
         self.hooks = (hooks,) if isinstance(hooks, torch.optim.Optimizer) else tuple(hooks)

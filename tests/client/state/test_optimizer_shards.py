@@ -231,6 +231,29 @@ def test_what_only_one_side_has_is_told():
     assert part.installed == 1
 
 
+def test_masters_that_the_saved_optimizer_does_not_list_are_made():
+    """As after an import: by an optimizer that has none yet and can make them; else the restore is refused."""
+    weights = parameters()
+    masters = {name: weight.detach() + 1 for name, weight in weights.items()}
+    checkpoint = save({"model": weights, "master": masters, "optim": adam(weights, 1)})
+    made: dict[tuple[str, str], torch.Tensor] = {}
+
+    def new(name: str, key: str, dtype: torch.dtype) -> torch.Tensor:
+        return made.setdefault((name, key), torch.zeros(SHAPES[name], dtype=dtype))
+
+    def live(makes_masters: bool) -> dict[str, Any]:
+        groups = Partition(halves()[0].runs).groups_now
+        shards = OptimizerShards(
+            groups=lambda: groups, state=dict, install=lambda *_: None, new=new, makes_masters=makes_masters
+        )
+        return {"model": parameters(1), "optim": shards}
+
+    with pytest.raises(StateMismatch, match="master/"):
+        restore(checkpoint, live(False))
+    restore(checkpoint, live(True))
+    assert all(torch.equal(made[name, "master"], master) for name, master in masters.items())
+
+
 def test_weights_without_their_masters_are_refused():
     """Stale copies are refused by name, or set from the weights wherever this rank's part of both lies."""
     weights = parameters()

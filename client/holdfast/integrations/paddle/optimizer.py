@@ -68,7 +68,7 @@ class PaddleOptimizer:
         fence.register_step_pre_hook(self._before_step)
         fence.register_step_post_hook(self._after_step)
         self.shards = OptimizerShards(
-            groups=self.groups, state=self.state, install=self.install, hooks=[fence], new=self.new
+            groups=self.groups, state=self.state, install=self.install, hooks=[fence], new=self.new, makes_masters=True
         )
 
     def groups(self) -> list[dict[str, Any]]:
