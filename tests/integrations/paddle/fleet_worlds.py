@@ -2,7 +2,7 @@
 
 `make:KIND:RUN` trains, saves, and leaves the whole tensors behind, put together of what each rank has by Paddle's own order
 of the ranks; `read:KIND:RUN` restores into an untrained one of that kind, compares all whole tensors with those, and trains
-on. KIND is one of `fleet_trainings`.
+on; `differ:KIND:RUN` saves what has to be refused. KIND is one of `fleet_trainings`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from typing import Any
 
 import numpy as np
 import paddle
+import pytest
 
 from holdfast.integrations import paddle as holdfast_paddle
+from holdfast_formats.errors import ReplicasDiffer
 from tests.integrations.paddle import fleet_trainings, gloo
 from tests.integrations.paddle.fleet_trainings import Held, Training
 
 STEPS = 3
+WAIT_S = 120.0
 
 
 def attached(one: Training, run: str, work: Path) -> Any:
@@ -63,6 +66,19 @@ def read(kind: str, run: str, work: Path) -> None:
             file.write(f"{run} {kind}\n")
 
 
+def differ(kind: str, run: str, work: Path) -> None:
+    """The stages' copies of the weight that they share are not equal: no save may choose one."""
+    one = fleet_trainings.training(kind, seed=3)
+    one.step(fleet_trainings.rows(0, kind))
+    if paddle.distributed.get_rank() == 1:
+        copy = one.net.shared_layers["embedding"].weight
+        copy.set_value(copy + 1.0)
+    refused = pytest.raises(ReplicasDiffer, match=r"shared_layers\.embedding\.weight")
+    with refused, attached(one, run, work) as saved:  # closing reports it too
+        saved.save(1).result(WAIT_S)
+    assert not (work / "checkpoints" / run / "checkpoints").exists()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", type=Path)
@@ -72,7 +88,7 @@ def main() -> None:
         int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("MASTER_PORT", "0"))
     )
     what, kind, run = chosen.action.split(":")
-    (make if what == "make" else read)(kind, run, chosen.work)
+    {"make": make, "read": read, "differ": differ}[what](kind, run, chosen.work)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,10 @@ def test_other_ranks_restore_what_these_have_saved(kind: str, world: int, tmp_pa
     assert (tmp_path / "done.txt").read_text().splitlines() == [f"{kind} {other}" for other, _ in WORLDS[kind, world]]
 
 
+def test_stages_whose_shared_weight_differs_save_nothing(tmp_path: Path) -> None:
+    act("differ:pp:run", tmp_path, 2)
+
+
 class TestFleet(AdapterSuite):
     SCRIPT = "tests.integrations.paddle.fleet_train"
     KILLED = (
