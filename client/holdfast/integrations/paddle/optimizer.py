@@ -307,8 +307,8 @@ def _refuse(optimizer: Any) -> None:
         raise InvalidRequest(
             f"the optimizer is a {kind}, not an optimizer of Paddle", hint="pass the paddle.optimizer.Optimizer inside it"
         )
-    inner = next((name for name, held in vars(optimizer).items() if isinstance(held, Optimizer)), None)
-    if type(optimizer).state_dict is not Optimizer.state_dict or inner is not None:
+    around = [held for held in vars(optimizer).values() if isinstance(held, Optimizer) and held is not optimizer]  # stage 3
+    if type(optimizer).state_dict is not Optimizer.state_dict or around:
         raise InvalidRequest(
             f"a {kind} keeps state that is in no accumulators, and Holdfast cannot save it",
             hint="use an optimizer that keeps all of its state in accumulators, such as AdamW",
