@@ -37,6 +37,11 @@ _NOT_CALLED = ("_save", "save_model", "_save_flex_model_state", "_save_flex_opti
 def check(trainer: Any, options: Mapping[str, Any]) -> None:
     """Raise `InvalidRequest` with the name of what is not supported, and what to do instead."""
     args = trainer.args
+    if args.world_size > 1:
+        raise InvalidRequest(
+            f"a Trainer of PaddleFormers in {args.world_size} ranks is not supported yet",
+            hint="train in a loop of your own: attach(model, optimizer, run) takes what fleet's ranks hold",
+        )
     for name, hint in _REFUSED.items():
         value = getattr(args, name, None)
         if value:

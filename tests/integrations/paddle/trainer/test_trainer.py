@@ -207,6 +207,13 @@ def test_arguments_that_conflict_are_refused_by_name(tmp_path: Path, name: str, 
     assert error.value.hint
 
 
+def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = plain(tmp_path)
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(InvalidRequest, match="in 2 ranks is not supported yet"):
+        attach(trainer, "run", at=tmp_path / "root")
+
+
 def test_arguments_that_saves_take_the_place_of_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = "async_save master_weight_compatible"
     trainer = plain(tmp_path, save_checkpoint_format="unified_checkpoint", unified_checkpoint_config=words)
