@@ -28,7 +28,6 @@ def power(beta: float, steps: int) -> float:
     return float(value)
 
 
-@lru_cache(maxsize=256)  # most parameters have the same
 def steps_of(beta: float, value: float) -> StepRange | None:
     """After how many steps the power is exactly `value`; None if it never is."""
     size = 1024
@@ -43,6 +42,12 @@ def steps_of(beta: float, value: float) -> StepRange | None:
         return None
     last = len(products) - 1
     return StepRange(place, place == last and _is_settled(products))
+
+
+@lru_cache(maxsize=256)  # most parameters have the same
+def steps_of_both(betas: tuple[float, float], values: tuple[float, ...]) -> StepRange | None:
+    """After how many steps the powers of both betas have these values; None if they never do."""
+    return common(*(steps_of(beta, value) for beta, value in zip(betas, values, strict=True)))
 
 
 def common(one: StepRange | None, other: StepRange | None) -> StepRange | None:

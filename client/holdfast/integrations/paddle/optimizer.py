@@ -9,7 +9,8 @@ the steps of the optimizer are counted on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from holdfast_formats.errors import InvalidRequest, StateMismatch
 MASTER, STEP = "master", "step"
 KEYS = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "moment2_max": "max_exp_avg_sq", "velocity": "momentum_buffer"}
 
+Betas = tuple[float, float]
 Places = Callable[[], Mapping[str, ParameterPlace]]
 
 
@@ -43,6 +45,24 @@ class _Said(NamedTuple):
     view: torch.Tensor
     span: ElementRange | None
     declared: Declared
+
+
+class _Kept(NamedTuple):
+    """What an optimizer keeps of a parameter, by key: Paddle's tensors, where these were, their place, and what is stored.
+
+    `powers` are views of the powers of beta, if they are single numbers in float32, and `counted` is what is stored with the
+    number of steps in their place.
+    """
+
+    tensors: dict[str, Any]
+    memory: list[tuple[int, object]]
+    place: tuple[ParameterPlace, ElementRange | None]
+    declared: dict[str, Any]
+    powers: tuple[torch.Tensor, ...]
+    counted: dict[str, Any]
+
+    def is_of(self, tensors: dict[str, Any], memory: object, place: object) -> bool:
+        return self.memory == memory and all(map(is_, self.tensors.values(), tensors.values())) and self.place == place
 
 
 class PaddleOptimizer:
@@ -60,6 +80,7 @@ class PaddleOptimizer:
         self.others: dict[str, RankTensor] = {}  # parameters that only other ranks have
         self._views = Views()
         self._said: dict[tuple[str, str], _Said] = {}
+        self._kept: dict[str, _Kept] = {}  # by parameter
         self._steps: dict[str, torch.Tensor] = {}  # as they are stored, by parameter
         self._counted: dict[str, Counted] = {}
         self._taken = 0
@@ -98,16 +119,21 @@ class PaddleOptimizer:
 
     def state(self) -> dict[str, dict[str, Any]]:
         self._drop_unfilled()
-        places, found = self._places(), dict[str, dict[str, Any]]()
+        places, found, elements = self._places(), dict[str, dict[str, Any]](), list[int]()
+        betas: dict[int, Betas] = {}  # by the identity of the user's group
         count = 0
         for stepped in hyper_parameters.stepped_by(self._sharding):
-            held = dict(self._held(stepped))
+            held = self._held(stepped)
             count += len(held) - (MASTER in held)
             if held:
                 place = self._place(places, stepped)
-                found[place.name] = self._stored(place, stepped, held)
+                if id(stepped.group) not in betas:
+                    betas[id(stepped.group)] = hyper_parameters.betas_of(self.optimizer, stepped)
+                found[place.name] = self._stored(self._known(place, stepped, held), betas[id(stepped.group)])
+            elif not stepped.elsewhere and not stepped.kept.stop_gradient:
+                elements.append(self._elements_to_come(stepped.kept))
         self._refuse_strangers(count)
-        self._fence.expect(self._elements_to_come())
+        self._fence.expect(elements)
         return found
 
     def new(self, name: str, key: str, dtype: torch.dtype) -> Any:
@@ -121,11 +147,11 @@ class PaddleOptimizer:
         if stepped.elsewhere:
             return empty(place.shape, dtype)
         if name not in self._made:
-            before = dict(self._held(stepped))
+            before = self._held(stepped)
             hyper_parameters.make_accumulators(self.optimizer, stepped)
-            self._made[name] = {key for key in dict(self._held(stepped)) if key not in before}
+            self._made[name] = {key for key in self._held(stepped) if key not in before}
         key = MASTER if key in MASTER_KEYS else key
-        held = dict(self._held(stepped))
+        held = self._held(stepped)
         if key not in held:
             raise StateMismatch(
                 f"{type(self.optimizer).__name__} keeps no {key!r} of {name!r}, and the checkpoint has one",
@@ -140,7 +166,7 @@ class PaddleOptimizer:
         hyper_parameters.install(self.optimizer, self._groups(), groups)
         places = self._places()
         for stepped in hyper_parameters.stepped_by(self._sharding):
-            held = dict(self._held(stepped))
+            held = self._held(stepped)
             if held:
                 name = self._place(places, stepped).name
                 given = {MASTER if key in MASTER_KEYS else key: value for key, value in values.get(name, {}).items()}
@@ -184,36 +210,45 @@ class PaddleOptimizer:
                 tensor=name,
             )
 
-    def _stored(self, place: ParameterPlace, stepped: Stepped, held: Mapping[str, Any]) -> dict[str, Any]:
+    def _known(self, place: ParameterPlace, stepped: Stepped, held: dict[str, Any]) -> _Kept:
+        """What is stored of a parameter; the identical one as long as the tensors have the same memory and place."""
+        memory = [(tensor.data_ptr(), tensor.dtype) for tensor in held.values()]
+        known = self._kept.get(place.name)
+        if known is None or not known.is_of(held, memory, (place, stepped.span)):
+            declared = {key: self._declared(place, stepped, key, tensor) for key, tensor in held.items()}
+            powers = tuple(self._view(place.name, key, held[key]) for key in POWERS if key in held)
+            if len(powers) < len(POWERS) or not all(one.numel() == 1 and one.dtype is torch.float32 for one in powers):
+                powers = ()
+            counted = {key: value for key, value in declared.items() if key not in POWERS}
+            known = _Kept(held, memory, (place, stepped.span), declared, powers, counted)
+            self._kept[place.name] = known
+        return known
+
+    def _stored(self, known: _Kept, betas: Betas) -> dict[str, Any]:
         """What is stored of a parameter, by key."""
-        kept: dict[str, Any] = {key: self._declared(place, stepped, key, value) for key, value in held.items()}
-        powers = [kept[key] for key in POWERS if key in kept]
-        if len(powers) == len(POWERS) and all(one.numel() == 1 and one.dtype is torch.float32 for one in powers):
-            betas = hyper_parameters.betas_of(self.optimizer, stepped)
-            ranges = [beta_powers.steps_of(beta, one.item()) for beta, one in zip(betas, powers, strict=True)]
-            known = beta_powers.common(*ranges)
-            if known is not None:
-                kept = {key: value for key, value in kept.items() if key not in POWERS}
-                kept[STEP] = self._step(place.name, known)
-        return kept
+        if not known.powers:
+            return known.declared
+        steps = beta_powers.steps_of_both(betas, tuple(one.item() for one in known.powers))
+        if steps is None:
+            return known.declared
+        known.counted[STEP] = self._step(known.place[0].name, steps)
+        return known.counted
 
     def _step(self, name: str, known: beta_powers.StepRange) -> torch.Tensor:
-        before = self._counted.get(name)
-        steps = known.first
+        before, steps = self._counted.get(name), known.first
         if known.open and before is not None:
             steps = max(steps, before.steps + self._taken - before.at)
         self._counted[name] = Counted(steps, self._taken)
-        tensor = self._steps.setdefault(name, torch.zeros(()))
-        return tensor.fill_(steps)
+        if name not in self._steps:
+            self._steps[name] = torch.zeros((), dtype=torch.float32)
+        tensor = self._steps[name]
+        return tensor if tensor.item() == steps else tensor.fill_(steps)
 
-    def _elements_to_come(self) -> list[int]:
-        """The elements of each of two tensors that a first step makes of a parameter: float32 moments and half a master."""
+    def _elements_to_come(self, parameter: Any) -> int:
+        """The elements of each of two tensors that a first step will make: moments in float32, and half of a master."""
+        count: int = math.prod(parameter.shape)
         halves = getattr(self.optimizer, "_multi_precision", False)
-        return [
-            math.prod(one.kept.shape) * (3 if halves and self.optimizer._is_dtype_fp16_or_bf16(one.kept.dtype) else 2) // 2
-            for one in hyper_parameters.stepped_by(self._sharding)
-            if not one.elsewhere and not one.kept.stop_gradient and next(self._held(one), None) is None
-        ]
+        return count * 3 // 2 if halves and self.optimizer._is_dtype_fp16_or_bf16(parameter.dtype) else count
 
     def _view(self, name: str, key: str, tensor: Any) -> torch.Tensor:
         return self._views.of(f"{name}/{key}", tensor)
@@ -239,22 +274,25 @@ class PaddleOptimizer:
             known = self._said[place.name, key] = _Said(view, stepped.span, declared)
         return known.declared
 
-    def _held(self, stepped: Stepped) -> Iterator[tuple[str, Any]]:
+    def _held(self, stepped: Stepped) -> dict[str, Any]:
         """The accumulators and the full-precision weight of a parameter, by the key under which they are stored."""
         own = stepped.kept.name
         master = self.optimizer._master_weights.get(own)
-        owners = (own,) if master is None else (master.name, own)
-        prefix = f"{self.optimizer._name}_" if self.optimizer._name is not None else ""
+        owner = own if master is None else master.name
+        found = {}
         for key, by_owner in self.optimizer._accumulators.items():
-            tensor = next((by_owner[owner] for owner in owners if owner in by_owner), None)
+            tensor = by_owner.get(owner)
+            if tensor is None and master is not None:
+                tensor = by_owner.get(own)
             if tensor is not None:
-                named = key.removeprefix(prefix)
-                yield KEYS.get(named, named), tensor
+                named = key if self.optimizer._name is None else key.removeprefix(f"{self.optimizer._name}_")
+                found[KEYS.get(named, named)] = tensor
         if master is not None:
-            yield MASTER, master
+            found[MASTER] = master
+        return found
 
     def _is_stepped(self, stepped: Stepped) -> bool:
-        return not stepped.parameter.stop_gradient or any(True for _ in self._held(stepped))
+        return not stepped.parameter.stop_gradient or bool(self._held(stepped))
 
     def _place(self, places: Mapping[str, ParameterPlace], stepped: Stepped) -> ParameterPlace:
         place = places.get(stepped.parameter.name)
