@@ -16,11 +16,11 @@ class Watch:
 sys.meta_path.insert(0, Watch())
 import holdfast, holdfast_service.wiring, holdfast_service.wings.convert
 import holdfast.integrations.paddle as adapter
-for package in (holdfast, adapter):
+tops = [one.name for one in pkgutil.iter_modules(holdfast.__path__) if one.name != "integrations"]
+packages = [adapter, *(importlib.import_module(f"holdfast.{name}") for name in tops)]
+for package in (one for one in packages if hasattr(one, "__path__")):
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if "._native_" in found.name:
-            continue
-        if ".integrations." not in found.name or found.name.startswith("holdfast.integrations.paddle."):
+        if "._native_" not in found.name:
             importlib.import_module(found.name)
 import torch
 holdfast.Checkpointer("run", {"model": torch.nn.Linear(2, 2)}).close(wait=False)
