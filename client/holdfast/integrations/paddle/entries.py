@@ -24,23 +24,19 @@ MODEL, OPTIMIZER, SCHEDULER, SCALER, RANDOM = "model", "optimizer", "scheduler",
 def state(model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any = None, **more: Any) -> dict[str, Any]:
     """The state of a Paddle training, for `Checkpointer`: `{"model": …, "optimizer": …, …}`.
 
-    The optimizer's own scheduler is in it where none is given. `more` are further layers, optimizers, schedulers and
+    The schedulers that optimizers step with are in it, given or not. `more` are further layers, optimizers, schedulers and
     scalers, and any other entries of a state, such as `progress={"samples": 0}`. Call it again for an optimizer that is
     constructed later.
 
     Raises `InvalidRequest` for what cannot be saved, with its name.
     """
     check_version()
-    from paddle.optimizer.lr import LRScheduler
-
-    own = getattr(innermost(optimizer), "_learning_rate", None)
-    if scheduler is None and isinstance(own, LRScheduler):
-        scheduler = own
     given = {MODEL: model, OPTIMIZER: optimizer, SCHEDULER: scheduler, SCALER: scaler}
     taken = sorted({MODEL, OPTIMIZER, SCHEDULER, SCALER, RANDOM} & more.keys())
     if taken:
         raise InvalidRequest(f"the entry {taken[0]!r} is one of the training's own", hint="give it another name")
     objects = {key: value for key, value in {**given, **more}.items() if value is not None or key in more}
+    objects = {**objects, **_own_schedulers(objects)}
     layers = {key: LayerViews(value) for key, value in objects.items() if _is_layer(value)}
     if MODEL not in layers:
         raise InvalidRequest(
@@ -92,6 +88,19 @@ def _exchange(ranks: StartedRanks, layers: Mapping[str, LayerViews], optimizers:
         optimizer, _, group = listed.group.partition("/")
         if optimizer in optimizers:
             optimizers[optimizer].others[full] = listed._replace(group=group)
+
+
+def _own_schedulers(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The schedulers of optimizers that are no entry yet: `scheduler` for the first optimizer's, else `KEY_scheduler`."""
+    from paddle.optimizer.lr import LRScheduler
+
+    found: dict[str, Any] = {}
+    for key, value in objects.items():
+        own = getattr(innermost(value), "_learning_rate", None)
+        if isinstance(own, LRScheduler) and not any(own is other for other in (*objects.values(), *found.values())):
+            plain = key == OPTIMIZER and SCHEDULER not in objects
+            found[SCHEDULER if plain else f"{key}_{SCHEDULER}"] = own
+    return found
 
 
 def _entry(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from holdfast.integrations.paddle.gradients import WatchedGradients
 from holdfast.integrations.replaced_method import ReplacedMethod
 
 # Each of them ends in the last, which the optimizers of fleet call directly.
@@ -18,13 +19,13 @@ _ATTRIBUTE = "_holdfast_fence"
 class StepFence(torch.optim.Optimizer):
     """A torch optimizer whose step is the step of a Paddle optimizer, by whichever method the training takes it.
 
-    So the hooks that a Checkpointer registers run around each step. It has no parameters; in their place are tensors without
-    memory from which a Checkpointer estimates how much the first step will add.
+    So the hooks that a Checkpointer registers run around each step. It has no parameters; in their place are one that tells
+    of Paddle's gradients, and tensors without memory from which a Checkpointer estimates how much the first step will add.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        super().__init__([torch.empty(0)], {})  # torch refuses none at all
-        self.expect(())
+        self._watched = WatchedGradients.of(optimizer)
+        super().__init__([self._watched], {})
         self._inside = False
         self.given: frozenset[str] = frozenset()  # the names of the hyper-parameters that its user gives
         for name in STEPS:
@@ -35,9 +36,10 @@ class StepFence(torch.optim.Optimizer):
 
     def expect(self, elements: Sequence[int]) -> None:
         """The next step will make two float32 tensors of so many elements for each of these parameters."""
-        if [one.numel() for one in self.param_groups[0]["params"]] != list(elements):
+        if [one.numel() for one in self.param_groups[0]["params"]] != [0, *elements]:
             self.param_groups[0]["params"] = [
-                torch.empty(count, dtype=torch.float32, device="meta", requires_grad=True) for count in elements
+                self._watched,
+                *(torch.empty(count, dtype=torch.float32, device="meta", requires_grad=True) for count in elements),
             ]
 
     def step(self, own: Callable[..., Any], *given: Any, **named: Any) -> Any:  # type: ignore[override]

@@ -338,12 +338,18 @@ class PaddleOptimizer:
 
 
 def _refuse(optimizer: Any) -> None:
+    from paddle.incubate import ModelAverage
     from paddle.optimizer import Optimizer
 
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise InvalidRequest(
             f"the optimizer is a {kind}, not an optimizer of Paddle", hint="pass the paddle.optimizer.Optimizer inside it"
+        )
+    if isinstance(optimizer, ModelAverage):
+        raise InvalidRequest(
+            f"a {kind} is not the optimizer that takes the steps, and Holdfast does not save it",
+            hint="let Holdfast average the weights: attach(…, ema=holdfast.Ema(…)), and pass the optimizer that steps",
         )
     around = [held for held in vars(optimizer).values() if isinstance(held, Optimizer) and held is not optimizer]  # stage 3
     if type(optimizer).state_dict is not Optimizer.state_dict or around:

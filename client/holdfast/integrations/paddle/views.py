@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from holdfast.integrations.paddle.contents import TensorContents, contents_of
 from holdfast.integrations.paddle.fleet.layer_places import LayerPlaces
 from holdfast.integrations.paddle.fleet.places import empty
 from holdfast.integrations.paddle.fleet.ranks import RankTensor
@@ -61,6 +62,12 @@ class Views:
 
 def view_of(name: str, tensor: Any) -> torch.Tensor:
     """A new view of a Paddle tensor; `InvalidRequest` for one without plain memory, or on a device that torch lacks."""
+    import paddle
+
+    if not paddle.in_dynamic_mode():  # Paddle would crash
+        raise InvalidRequest(
+            f"{name} cannot be read while Paddle builds static programs", hint="call paddle.disable_static() first"
+        )
     if not tensor._is_initialized() and 0 not in tensor.shape:
         raise InvalidRequest(
             f"{name} has no memory yet, as under paddle.LazyGuard", hint="call initialize() of the parameter first"
@@ -99,7 +106,8 @@ class LayerViews:
     """A Paddle layer as `module`, a module of torch: parameters and persistable buffers under their structured names, which
     are views of the layer's memory. Each save and restore follows the layer.
 
-    A parameter with `stop_gradient` requires no gradient. Shared parameters are one tensor under several names.
+    A parameter with `stop_gradient` requires no gradient. Shared parameters are one tensor under several names. A buffer
+    that is not persistable is an empty one here, another one whenever it has changed: a save names it then.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -108,6 +116,7 @@ class LayerViews:
         self.tensors: dict[str, Any] = {}  # of Paddle, by structured name
         self._empty: dict[str, Other] = {}  # tensors that only other ranks have
         self._views = Views()
+        self._transient: dict[str, tuple[TensorContents, torch.Tensor]] = {}
         self.module.register_state_dict_pre_hook(self._follow)  # type: ignore[no-untyped-call]
         self._follow()
 
@@ -147,8 +156,22 @@ class LayerViews:
                 buffers[name] = view
         self._views.keep(self.tensors)
         self.places.keep(self.tensors)
+        buffers.update(self._transient_buffers())
         _put(self.module._parameters, parameters)
         _put(self.module._buffers, buffers)
+
+    def _transient_buffers(self) -> dict[str, torch.Tensor]:
+        """What stands for the buffers that are not persistable."""
+        stored = set(map(id, self.tensors.values()))
+        named = self.places.layer.named_buffers()
+        now = {name: one for name, one in named if id(one) not in stored and one.is_dense()}
+        self._transient = {name: self._stand_in(name, tensor) for name, tensor in now.items()}
+        self.module._non_persistent_buffers_set = set(now)
+        return {name: stands for name, (_, stands) in self._transient.items()}
+
+    def _stand_in(self, name: str, tensor: Any) -> tuple[TensorContents, torch.Tensor]:
+        seen = self._transient.get(name)
+        return seen if seen is not None and seen[0].is_of(tensor) else (contents_of(tensor), torch.empty(0))
 
 
 def _put(held: dict[str, Any], now: Mapping[str, Any]) -> None:

@@ -1,0 +1,37 @@
+"""Whether Paddle's tensors have changed: Paddle counts no writes, as torch does."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+COMPARED_MAX = 1 << 14  # elements; of a longer tensor, and of one on a device, only the place is compared
+
+
+class TensorContents(NamedTuple):
+    """What a tensor had at a time. As long as this is held, no other tensor gets the memory of one that is compared."""
+
+    held: Any
+    address: int
+    values: bytes | None
+
+    def is_of(self, tensor: Any) -> bool:
+        """Whether the tensor still has these contents."""
+        return self.address == tensor.data_ptr() and self.values == _values(tensor)
+
+    @property
+    def zero(self) -> bool:
+        """Whether all elements are known to be zero."""
+        return self.values is not None and not any(self.values)
+
+
+def contents_of(tensor: Any) -> TensorContents:
+    """The contents that a dense tensor has now."""
+    small = tensor.size <= COMPARED_MAX
+    return TensorContents(tensor.detach() if small else None, tensor.data_ptr(), _values(tensor))
+
+
+def _values(tensor: Any) -> bytes | None:
+    if tensor.size > COMPARED_MAX or not tensor.place.is_cpu_place() or not tensor._is_initialized():
+        return None
+    values: bytes = tensor.numpy().tobytes()
+    return values

@@ -1,0 +1,98 @@
+"""What a save of a Paddle training would leave out is stored, refused or named."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+from paddle.optimizer import lr
+
+from holdfast.integrations import paddle as holdfast_paddle
+from holdfast_formats.errors import InvalidRequest
+
+pytestmark = pytest.mark.filterwarnings("ignore:::paddle")
+paddle.set_device("cpu")
+
+
+class Counting(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("calls", paddle.zeros([1]), persistable=False)
+        self.register_buffer("table", paddle.ones([70_000]), persistable=False)
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return self.linear(x)
+
+
+def backward(model: Any) -> None:
+    (model(paddle.ones([2, 3])) ** 2).mean().backward()
+
+
+def notes_of(act: Callable[[], object]) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return "\n".join(str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("set_to_zero", [True, False])
+def test_gradients_between_steps_are_named(tmp_path: Path, set_to_zero: bool) -> None:
+    """Not those that the last step has used, and not cleared ones."""
+    model = nn.Linear(3, 3)
+    optimizer = paddle.optimizer.SGD(0.01, parameters=model.parameters())
+    with holdfast_paddle.attach(model, optimizer, "run", at=tmp_path) as attached:
+        backward(model)
+        optimizer.step()
+        assert "gradients" not in notes_of(lambda: attached.save(1, wait="durable"))
+        optimizer.clear_grad(set_to_zero)
+        assert "gradients" not in notes_of(lambda: attached.save(2, wait="durable"))
+        backward(model)
+        assert "gradients that were accumulated" in notes_of(lambda: attached.save(3, wait="durable"))
+        assert "gradients that were accumulated" in notes_of(attached.restore)
+
+
+def test_changed_buffers_that_are_not_persistable_are_named(tmp_path: Path) -> None:
+    model = Counting()
+    with holdfast_paddle.attach(model, None, "run", at=tmp_path) as attached:
+        assert "buffers" not in notes_of(lambda: attached.save(1, wait="durable"))
+        backward(model)
+        notes = notes_of(lambda: attached.save(2, wait="durable"))
+    assert "model.calls" in notes and "model.table" not in notes
+
+
+def test_every_optimizer_brings_its_scheduler() -> None:
+    """Beside another one that is given, too."""
+    model, own, other = nn.Linear(3, 3), lr.StepDecay(0.1, 2), lr.StepDecay(0.1, 3)
+    one = paddle.optimizer.SGD(own, parameters=[model.weight])
+    two = paddle.optimizer.SGD(other, parameters=[model.bias])
+    state = holdfast_paddle.state(model, one, second=two)
+    assert state["scheduler"].scheduler is own and state["second_scheduler"].scheduler is other
+    state = holdfast_paddle.state(model, one, other)
+    assert state["scheduler"].scheduler is other and state["optimizer_scheduler"].scheduler is own
+    assert len(holdfast_paddle.state(model, one, own)) == 4
+
+
+def test_an_average_of_paddle_is_refused_with_what_to_use() -> None:
+    model = nn.Linear(3, 3)
+    inner = paddle.optimizer.AdamW(parameters=model.parameters())
+    average = paddle.incubate.ModelAverage(0.15, parameters=model.parameters())
+    with pytest.raises(InvalidRequest, match="ModelAverage") as refused:
+        holdfast_paddle.state(model, inner, average=average)
+    assert "ema=" in refused.value.hint
+
+
+def test_static_programs_are_refused_before_paddle_crashes() -> None:
+    model = nn.Linear(3, 3)
+    paddle.enable_static()
+    try:
+        with pytest.raises(InvalidRequest, match="static programs"):
+            holdfast_paddle.state(model)
+    finally:
+        paddle.disable_static()
