@@ -13,7 +13,7 @@ from paddle import nn
 from holdfast import Checkpointer
 from holdfast.integrations import paddle as holdfast_paddle
 from holdfast.integrations.paddle.entries import RANDOM
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, StateMismatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:::paddle")
 paddle.set_device("cpu")
@@ -121,3 +121,34 @@ def test_a_checkpoint_has_the_names_of_torch(tmp_path: Path) -> None:
     assert others == {**others, "betas": (0.9, 0.999), "eps": 1e-08, "lr": 0.01}
     with Checkpointer("run", state, at=tmp_path) as checkpointer:
         checkpointer.save(3, wait="durable")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("saved", "live"), [(0.1, None), (0.1, 0.3), (None, 0.3)])
+def test_the_decay_of_momentum_is_stored_and_restored(tmp_path: Path, saved: Any, live: Any, grouped: bool) -> None:
+    """As `weight_decay`, as torch has it; also into an optimizer that was constructed with another one or without any."""
+
+    def made(seed: int, decay: Any) -> Training:
+        paddle.seed(seed)
+        model = nn.Embedding(20, 8)
+        parameters: Any = [{"params": model.parameters(), "weight_decay": decay}] if grouped else model.parameters()
+        optimizer = paddle.optimizer.Momentum(0.1, parameters=parameters, weight_decay=None if grouped else decay)
+        return Training(model, optimizer, 0.1)
+
+    first = made(1, saved)
+    (group,) = holdfast_paddle.state(first.model, first.optimizer)["optimizer"].groups()
+    assert group["weight_decay"] == (saved or 0.0)
+    continued(first, made(2, live), tmp_path)
+
+
+def test_a_decay_is_not_restored_over_another_regularizer(tmp_path: Path) -> None:
+    first = training(1, "Momentum", weight_decay=0.1)
+    second = training(2, "Momentum", weight_decay=paddle.regularizer.L1Decay(0.1))
+    first.steps(1)
+    with holdfast_paddle.attach(first.model, first.optimizer, "run", at=tmp_path) as attached:
+        attached.save(1, wait="durable")
+    with (
+        holdfast_paddle.attach(second.model, second.optimizer, "run", at=tmp_path) as attached,
+        pytest.raises(StateMismatch, match="weight_decay"),
+    ):
+        attached.restore()

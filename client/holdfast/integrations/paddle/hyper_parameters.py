@@ -13,6 +13,7 @@ from holdfast_formats.errors import StateMismatch
 
 TORCH_NAMES = {"epsilon": "eps", "use_nesterov": "nesterov"}
 _LR, _DECAY, _BETAS, _BETA_1, _BETA_2 = "lr", "weight_decay", "betas", "beta1", "beta2"
+_L2, _METHOD = "regularization_coeff", "regularization_method"  # how Momentum keeps its decay
 _NUMBERS = (bool, int, float)
 
 
@@ -125,6 +126,8 @@ def _values(optimizer: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
         found[name] = _number(own if given is None else given.get(name, own))
     if given is None and isinstance(getattr(optimizer, "regularization", None), object) and found.get(_DECAY) is None:
         found[_DECAY] = _number(getattr(optimizer, "regularization", None))
+    if _L2 in found:
+        found[_DECAY] = found.pop(_L2)
     return {name: value for name, value in found.items() if isinstance(value, _NUMBERS)}
 
 
@@ -170,6 +173,9 @@ def _set(optimizer: Any, known: ParameterGroup, name: str, value: Any) -> None:
     before = _values(optimizer, known.given).get(name)
     if before == value:
         return
+    if name == _DECAY and _L2 in optimizer._default_dict:
+        _set_l2(optimizer, known, float(value))
+        return
     holders: list[tuple[Any, Any]] = [(known.given, name)] if known.given is not None else []
     if not holders:
         holders = [(vars(optimizer), f"_{name}"), (optimizer._default_dict, name)]
@@ -178,6 +184,19 @@ def _set(optimizer: Any, known: ParameterGroup, name: str, value: Any) -> None:
         raise _refused(name, value, before, f"which {type(optimizer).__name__} gets when it is constructed")
     for holder, key in holders:
         holder[key] = type(holder[key])(value)
+
+
+def _set_l2(optimizer: Any, known: ParameterGroup, value: float) -> None:
+    """Set the decay of a Momentum, whose step does it by a method and a coefficient."""
+    other = optimizer.regularization if known.given is None else known.given.get(_DECAY)
+    if other is not None:
+        raise _refused(_DECAY, value, str(other), "which it gets when it is constructed")
+    new = {_L2: value, _METHOD: "l2_decay" if value else ""}
+    if known.given is not None:
+        known.given.update(new)
+    else:
+        vars(optimizer).update({f"_{name}": one for name, one in new.items()})
+        optimizer._default_dict.update(new)
 
 
 def _refused(name: str, stored: Any, live: Any, why: str) -> StateMismatch:
