@@ -8,7 +8,9 @@
         optimizer.step()
         attached.save(step)
 
-`state()` has the same for a `Checkpointer` of one's own. A Trainer of PaddleFormers saves and resumes by itself:
+`state()` has the same for a `Checkpointer` of one's own. Give that one `layout=layout(model)`, at every save and restore: a
+square weight that was saved with it and is restored without it, or the other way round, is transposed and fits.
+A Trainer of PaddleFormers saves and resumes by itself:
 
     trainer = holdfast_paddle.attach(Trainer(...), "run", at="/fast/checkpoints")
     trainer.train()
