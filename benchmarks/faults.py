@@ -18,7 +18,7 @@ from typing import Any
 
 from . import environments, harness
 from .fault_lab.campaign import FAULTS, Campaign, Plan, as_json
-from .fault_lab.peers import PEERS, Spec
+from .fault_lab.peers import PADDLE, PEERS, Spec
 from .fault_lab.table import label, markdown
 
 HOME = harness.TOP / ".bench"
@@ -43,7 +43,7 @@ def _run(given: argparse.Namespace, out: Path) -> dict[str, Any]:
     print(f"faults: seed {seed}", flush=True)
     plan = Plan(given.directory.absolute(), given.state_bytes, given.runs, given.kills, seed, given.faults)
     found: dict[str, Any] = {"seed": seed, "state_bytes": plan.state_bytes, "faults": plan.faults, "peers": {}}
-    for name in given.only or PEERS:
+    for name in given.only or [name for name in PEERS if name not in PADDLE]:
         for peer in _put_to_the_test(plan, PEERS[name]):
             found["peers"][name] = peer
             (out / "results.json").write_text(json.dumps(found, indent=1))  # nothing is lost when it is interrupted

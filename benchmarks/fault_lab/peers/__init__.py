@@ -97,8 +97,34 @@ PEERS: Mapping[str, Spec] = {
             requires=("orbax-checkpoint==0.12.4", "jax==0.10.2"),
             environment="orbax",
         ),
+        Spec(
+            "paddle-holdfast",
+            "paddle_trainers",
+            "Holdfast, `integrations.paddle`",
+            "run/checkpoints/step-{step:08d}",
+            ("holdfast-checkpoint",),
+            "holdfast",
+        ),
+        Spec(
+            "paddle-unified",
+            "paddle_trainers",
+            "PaddleFormers, `unified_checkpoint`",
+            "checkpoint-{step}",
+            ("paddlepaddle", "paddleformers"),
+            "unified_checkpoint",
+        ),
+        Spec(
+            "paddle-flex",
+            "paddle_trainers",
+            "PaddleFormers, `flex_checkpoint`",
+            "checkpoint-{step}",
+            ("paddlepaddle", "paddleformers"),
+            "flex_checkpoint",
+        ),
     )
 }
+# Run by name, and by the Python of an environment that has Paddle: Paddle's numpy is older than the project's.
+PADDLE = ("paddle-holdfast", "paddle-unified", "paddle-flex")
 
 
 def open_peer(spec: Spec, directory: Path, state: State) -> Peer:
