@@ -48,6 +48,7 @@ def place(rank: int, world: int, port: int) -> None:
         return
     ends = [f"127.0.0.1:{port + number}" for number in range(world)]
     os.environ |= {"PADDLE_TRAINER_ID": str(rank), "PADDLE_TRAINERS_NUM": str(world), "PADDLE_LOCAL_SIZE": str(world)}
+    os.environ["PADDLE_RANK_IN_NODE"] = str(rank)
     os.environ |= {"PADDLE_TRAINER_ENDPOINTS": ",".join(ends), "PADDLE_CURRENT_ENDPOINT": ends[rank]}
     os.environ |= {"PADDLE_MASTER": f"127.0.0.1:{port}", "PADDLE_DISTRI_BACKEND": "gloo"}
 
@@ -55,14 +56,15 @@ def place(rank: int, world: int, port: int) -> None:
 def begin(**degrees: int) -> Any:
     """`fleet.init` with these degrees, such as mp_degree=2; returns the strategy, whose other options may still be set."""
     paddle.set_device("cpu")
-    _complete()
+    complete()
     strategy = fleet.DistributedStrategy()
     whole = {"dp_degree": 1, "mp_degree": 1, "pp_degree": 1, "sharding_degree": 1}
     strategy.hybrid_configs = {**whole, **degrees}
     return strategy
 
 
-def _complete() -> None:
+def complete() -> None:
+    """Add what Paddle lacks on a CPU."""
     tensor_fusion_helper.alignment["unknown"] = ALIGNMENT
     parallel.ParallelEnv._device_id = 0
     gloo = core.ProcessGroupGloo

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.integrations import paddle
+from holdfast.integrations.paddle.fleet import ranks
 from holdfast.integrations.paddleformers import refusals, trainer_state
 from holdfast.integrations.paddleformers.data_streams import LoaderStreams
 from holdfast.integrations.trainers.resuming import STATE_FILE
@@ -29,6 +30,7 @@ class PaddleFormersTrainer:
     own_files = (trainer_state.BINARY_STATE_FILE, STATE_FILE)  # the second is of PaddleNLP and older versions
 
     def __init__(self, trainer: Any) -> None:
+        ranks.announce()  # before the first look at the run
         self._trainer = trainer
         self.streams = LoaderStreams(trainer.args.world_size)
         self._logged: dict[str, float] = {}

@@ -21,6 +21,15 @@ _REFUSED = {
     "using_sonic_moe": "its callback turns weights when a training begins: train without it",
     "zcc_ema_loss_threshold": "leave it out; loops of your own have Ema(loss_above=…)",
 }
+_LOOP = "train in a loop of your own: attach(model, optimizer, run) takes what fleet's ranks hold"
+# Forms of parallelism that no test has shown.
+_DEGREES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "sep_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
 # Words of unified_checkpoint_config, and arguments, of which nothing remains to be done.
 _REPLACED = {
     "async_save": "saves are asynchronous, and durable",
@@ -38,10 +47,7 @@ def check(trainer: Any, options: Mapping[str, Any]) -> None:
     """Raise `InvalidRequest` with the name of what is not supported, and what to do instead."""
     args = trainer.args
     if args.world_size > 1:
-        raise InvalidRequest(
-            f"a Trainer of PaddleFormers in {args.world_size} ranks is not supported yet",
-            hint="train in a loop of your own: attach(model, optimizer, run) takes what fleet's ranks hold",
-        )
+        _check_ranks(args)
     for name, hint in _REFUSED.items():
         value = getattr(args, name, None)
         if value:
@@ -69,6 +75,30 @@ def replaced(trainer: Any) -> list[str]:
     if hasattr(trainer.model, "lora_config"):
         found.append("the model has LoRA: the base model is saved with the adapter, in Paddle's names")
     return found
+
+
+def _check_ranks(args: Any) -> None:
+    """Data parallelism and stage 1 of sharding are supported."""
+    for name in _DEGREES:
+        if getattr(args, name, 1) > 1:
+            raise InvalidRequest(f"{name}={getattr(args, name)} of a Trainer is not supported yet", hint=_LOOP)
+    stages = [str(getattr(one, "value", one)) for one in args.sharding]
+    if stages not in ([], ["stage1"]):
+        raise InvalidRequest(f"sharding={' '.join(stages)!r} of a Trainer is not supported yet", hint=_LOOP)
+    if args.sharding_parallel_size > 1 and args.data_parallel_size > 1:
+        raise InvalidRequest(
+            f"sharding_parallel_size={args.sharding_parallel_size} in {args.world_size} ranks is not supported yet",
+            hint="let all ranks shard, or none",
+        )
+    if "sharding_io" in (args.save_checkpoint_format, args.load_checkpoint_format):
+        raise InvalidRequest(
+            "the checkpoint format 'sharding_io' of a Trainer in several ranks is not supported",
+            hint="leave save_checkpoint_format and load_checkpoint_format out",
+        )
+    if args.zcc_save_ema_coef:
+        raise InvalidRequest(
+            f"zcc_save_ema_coef={args.zcc_save_ema_coef} of a Trainer in several ranks is not supported yet", hint=_LOOP
+        )
 
 
 def _check_overrides(trainer: Any) -> None:

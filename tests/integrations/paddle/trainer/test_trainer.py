@@ -14,6 +14,7 @@ import pytest
 import torch
 from paddleformers.peft import LoRAConfig, LoRAModel
 from paddleformers.trainer import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from paddleformers.trainer.trainer_utils import ShardingOption
 
 from holdfast import Api
 from holdfast.integrations.paddle import attach
@@ -207,11 +208,30 @@ def test_arguments_that_conflict_are_refused_by_name(tmp_path: Path, name: str, 
     assert error.value.hint
 
 
-def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tensor_model_parallel_size", 2),
+        ("pipeline_model_parallel_size", 2),
+        ("sep_parallel_size", 2),
+        ("context_parallel_size", 2),
+        ("expert_model_parallel_size", 2),
+        ("sharding", [ShardingOption.SHARD_GRAD_OP]),
+        ("sharding", [ShardingOption.FULL_SHARD]),
+        ("save_checkpoint_format", "sharding_io"),
+        ("zcc_save_ema_coef", 0.9),
+    ],
+)
+def test_what_several_ranks_may_not_have_is_refused(
+    name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = plain(tmp_path)
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(InvalidRequest, match="in 2 ranks is not supported yet"):
+    setattr(trainer.args, name, value)
+    word = "sharding_io" if name == "save_checkpoint_format" else f"{name}="
+    with pytest.raises(InvalidRequest, match=word) as error:
         attach(trainer, "run", at=tmp_path / "root")
+    assert error.value.hint
 
 
 def test_arguments_that_saves_take_the_place_of_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

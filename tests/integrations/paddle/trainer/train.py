@@ -6,7 +6,6 @@ Every start runs the same lines: `attach`, and a plain `train()`.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import random
 from pathlib import Path
 from typing import Any, cast
@@ -15,10 +14,11 @@ from unittest import mock
 import numpy as np
 import paddle
 import torch
-from paddle.base import core
 from paddleformers.trainer import Trainer, TrainerCallback, TrainingArguments
 
 from holdfast.integrations.paddleformers import attach
+from tests.integrations.paddle import fleet_trainings, fleet_worlds
+from tests.integrations.paddle.fleet_trainings import Training
 from tests.integrations.paddle.trainer.models import ROWS, MasterAdamW, Sentences, Stream, half_net, small_llama
 from tests.integrations.recording import Record
 
@@ -77,6 +77,9 @@ def arguments(options: argparse.Namespace) -> TrainingArguments:
         if options.half
         else {}
     )
+    sharding = {"sharding": "stage1" if options.sharded else "", "split_param": options.split}
+    if options.sharded and not options.half:
+        sharding["max_grad_norm"] = 0.0  # else the Trainer sets attributes that only MixPrecisionOptimizer has
     return TrainingArguments(
         output_dir=str(options.work / "output"),
         max_steps=options.steps,
@@ -94,7 +97,9 @@ def arguments(options: argparse.Namespace) -> TrainingArguments:
         device="cpu",
         report_to=[],
         disable_tqdm=True,
-        **((half if options.half else {"amp_master_grad": False}) | evaluation),
+        **(half if options.half else {"amp_master_grad": False}),
+        **sharding,
+        **evaluation,
     )
 
 
@@ -127,21 +132,35 @@ def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: torch.utils.dlpack.from_dlpack(tensor.detach()) for name, tensor in tensors.items()}
 
 
+def whole_tensors(trainer: Trainer, work: Path) -> dict[str, torch.Tensor]:
+    """Those of `tensors_of`, put together of what all ranks have. Every rank calls it."""
+    one = Training("trainer", trainer.model, trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler)
+    arrays = fleet_worlds.whole(fleet_trainings.held(one), work, "end")
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", type=Path, required=True)
     for name, default in (("steps", 33), ("workers", 0), ("rows", ROWS), ("accumulate", 1), ("save-steps", 2), ("seed", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    for flag in ("drawn", "evaluate", "best", "half", "master-grad", "no-skip", "stream", "average"):
+    for flag in ("drawn", "evaluate", "best", "half", "master-grad", "no-skip", "stream", "average", "sharded", "split"):
         parser.add_argument(f"--{flag}", action="store_true")
     paddle.set_device("cpu")
     paddle.device.synchronize = lambda *_: None  # PaddleFormers calls it on a CPU too, where Paddle refuses it
-    trainer = made(parser.parse_args())
+    options = parser.parse_args()
+    trainer = made(options)
+    for seed in (
+        random.seed,
+        np.random.seed,
+        paddle.seed,
+    ):  # PaddleFormers gives all ranks one seed, but for Python and numpy
+        seed(options.seed + trainer.args.process_index)
     trainer.train()
     found = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Notes))
-    stream = hashlib.sha256(str(core.default_cpu_generator().get_state().__getstate__()).encode()).hexdigest()
-    values = [trainer.lr_scheduler.state_dict(), trainer.state.best_metric, stream, random.random(), np.random.random()]
-    found.record.ended(tensors_of(trainer), [str(one) for one in values])
+    streams = [paddle.rand([4]).tolist(), random.random(), np.random.random()]
+    values = [trainer.lr_scheduler.state_dict(), trainer.state.best_metric, *streams]
+    found.record.ended(whole_tensors(trainer, options.work), [str(one) for one in values])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+"""A Trainer of PaddleFormers in two ranks: killed, and restored by one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.integrations.resuming import Outcome, assert_equal, completed, outcome
+from tests.suites.adapter_suite import AdapterSuite, Case
+
+SCRIPT = "tests.integrations.paddle.trainer.ranks"
+SPLIT = "--sharded --split --half --master-grad"
+ENDED = "--steps 6"  # the last step is saved: a start that resumes there trains no more
+
+
+class TestRanks(AdapterSuite):
+    SCRIPT = SCRIPT
+    KILLED = (
+        Case("data parallelism, draws", "--drawn --accumulate 2 --rows 88", 2, kills=3),
+        Case("stage 1, evaluation, best", "--sharded --drawn --accumulate 2 --rows 88 --evaluate --best", 2, kills=3),
+        Case("stage 1 with split parameters, masters", f"{SPLIT} --accumulate 2 --rows 88", 2, kills=3),
+    )
+
+    def check(self, whole: Outcome, work: Path) -> None:
+        """The other rank's rows, losses and end are equal too, and the ranks train on different rows."""
+        other = outcome(work.parent / "whole" / "record-1.jsonl")
+        assert_equal(other, outcome(work / "record-1.jsonl"))
+        assert all(whole.steps[step][0]["rows"] != other.steps[step][0]["rows"] for step in whole.steps)
+        links = sorted(path.name for path in (work / "output").iterdir() if path.is_symlink() and path.exists())
+        assert links == sorted(path.name for path in (work.parent / "whole" / "output").iterdir() if path.is_symlink())
+        assert "checkpoint-32" in links
+
+
+def test_one_rank_restores_equal_tensors_of_two(tmp_path: Path) -> None:
+    words = f"{SPLIT} {ENDED}".split()
+    saved = completed(SCRIPT, words, tmp_path, 2)
+    restored = completed(SCRIPT, words, tmp_path, 1)
+    assert restored.began == [0, 6]
+    assert restored.ends[-1]["end"] == saved.ends[0]["end"]
