@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integrations.resuming import Outcome, assert_equal, completed, outcome
 from tests.suites.adapter_suite import AdapterSuite, Case
 
@@ -30,8 +32,9 @@ class TestRanks(AdapterSuite):
         assert "checkpoint-32" in links
 
 
-def test_one_rank_restores_equal_tensors_of_two(tmp_path: Path) -> None:
-    words = f"{SPLIT} {ENDED}".split()
+@pytest.mark.parametrize("how", ["--sharded", SPLIT], ids=["stage 1", "split parameters"])
+def test_one_rank_restores_equal_tensors_of_two(how: str, tmp_path: Path) -> None:
+    words = f"{how} {ENDED}".split()
     saved = completed(SCRIPT, words, tmp_path, 2)
     restored = completed(SCRIPT, words, tmp_path, 1)
     assert restored.began == [0, 6]
