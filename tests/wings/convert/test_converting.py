@@ -113,7 +113,7 @@ def test_the_same_as_an_import_and_an_export(transfers: Transfers, tmp_path: Pat
             for name in ("both", "once"):
                 shutil.rmtree(place / name)
         assert os.listdir(place) == ["source"] and files_of(place / "source") == before
-    assert set(outcomes) >= ({"peft", "dcp"} if kind == "peft" else set(KINDS) - {"peft"})
+    assert set(outcomes) >= ({"peft"} if kind == "peft" else set(KINDS) - {"peft"})
 
 
 class Meddling:

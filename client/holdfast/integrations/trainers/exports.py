@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.integrations.trainers.options import is_remote
 from holdfast.link.own_daemon import OwnDaemon
 from holdfast.rest.api import Api
+from holdfast.threads import own_threads
 from holdfast.tickets import SaveTicket
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_formats.rest.jobs import EXPORT_KINDS, ExportArguments, ExportJob
@@ -48,8 +49,7 @@ class Exports:
         self._changed = threading.Condition()
         self._wanted: int | None = None  # the newest committed step that is not exported yet
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="holdfast-exports", daemon=True)
-        self._thread.start()
+        self._thread = own_threads.begin(self._serve, "holdfast-exports", lambda: self.close(wait=False))
 
     def after(self, ticket: SaveTicket) -> None:
         """Export the step once it is committed."""

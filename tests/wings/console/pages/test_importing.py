@@ -42,7 +42,7 @@ def test_a_dry_run_and_then_the_import(service: Served, browser: httpx.Client) -
     """The report names groups, and every file with its use; the page's own button imports the same."""
     fields = {"from": "model", "run": "mine", "step": "0", "kind": "hf", "as_is": "yes"}
     page = job_page(browser, browser.post("/import", data={**fields, "dry_run": "yes"}))
-    for part in ("What would become of what", "<b>w", "<script>.gguf", "the same weights", "So far nothing"):
+    for part in ("What would become of what", "<b>w", "<script>.gguf", "not compared, not imported", "So far nothing"):
         assert part in page.text
     assert not (service.root / "mine").exists()
     inputs = [element.attributes for element in page.all("input") if element.attributes.get("type") == "hidden"]
