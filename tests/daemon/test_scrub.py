@@ -91,6 +91,20 @@ def test_it_waits_for_saves(root: Checked, monkeypatch: pytest.MonkeyPatch) -> N
         wait_until(lambda: states(root) == ["verified"] * 3)
 
 
+def test_it_says_whether_it_has_looked_at_what_it_was_told_of(root: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a run that was brought back to be verified asks this."""
+    writing = threading.Event()
+    writing.set()
+    monkeypatch.setattr(Saver, "writing", property(lambda saver: writing.is_set()))
+    with scrubbed(root, NEVER) as scrub:
+        assert not scrub.waiting
+        scrub.check_soon(root.control.findings.unchecked())
+        assert scrub.waiting
+        writing.clear()
+        wait_until(lambda: not scrub.waiting)
+        assert states(root) == ["verified"] * 3
+
+
 def test_it_ends_in_the_middle_of_a_checkpoint(root: Checked) -> None:
     """A daemon that ends does not wait for a slow scrub: what was not read to its end stays due."""
     with scrubbed(root, ScrubPlan(1, 3600.0)):

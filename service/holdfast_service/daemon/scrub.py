@@ -109,6 +109,11 @@ class Scrub:
         self._found.extend(places)
         self._wake.set()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether checkpoints that `check_soon` was told of are not checked yet."""
+        return bool(self._found)
+
     def close(self) -> None:
         """Stop, even within a checkpoint, which stays due."""
         self._closing.set()

@@ -105,6 +105,7 @@ class NodeParts(NamedTuple):
 
     daemon: Daemon
     saver: Saver
+    scrub: Scrub
     arena: Arena
     remote: RemoteRanks
     runner: JobRunner
@@ -234,7 +235,7 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     runner = start_jobs(config.node, workers)
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
-    return NodeParts(daemon, saver, arena, remote, runner, url, others, on_event, replication, keeper.place)
+    return NodeParts(daemon, saver, scrub, arena, remote, runner, url, others, on_event, replication, keeper.place)
 
 
 def _staging_quotas(control: Control, run: str) -> list[StagingQuota]:
@@ -282,7 +283,7 @@ def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bo
                 for of, ranks, size in saver.holds.report()
             ],
             averages=[] if saver.averages is None else saver.averages.report(),
-            busy=saver.working,
+            busy=saver.working or node.scrub.waiting,
             catalog=root.control.record_queue.state,
             catalog_waiting=root.control.record_queue.pending,
             sealed=saver.sealed,
