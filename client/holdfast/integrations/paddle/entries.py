@@ -96,7 +96,7 @@ def _own_schedulers(objects: Mapping[str, Any]) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for key, value in objects.items():
-        own = getattr(innermost(value), "_learning_rate", None)
+        own = innermost(value)._learning_rate if _is_optimizer(value) else None
         if isinstance(own, LRScheduler) and not any(own is other for other in (*objects.values(), *found.values())):
             plain = key == OPTIMIZER and SCHEDULER not in objects
             found[SCHEDULER if plain else f"{key}_{SCHEDULER}"] = own
@@ -118,7 +118,7 @@ def _entry(value: Any) -> Any:
 def _is_optimizer(value: Any) -> bool:
     from paddle.optimizer import Optimizer
 
-    return isinstance(innermost(value), Optimizer)
+    return not _is_layer(value) and isinstance(innermost(value), Optimizer)  # stage 3's layer holds one
 
 
 def _is_layer(value: Any) -> bool:
