@@ -1,4 +1,4 @@
-"""What a Paddle training consists of is stored and restored, bit for bit, into objects that were made anew."""
+"""The state of a Paddle training is saved, and restored bit for bit into new objects."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,16 @@ class StepFence(torch.optim.Optimizer):
         self._watched = WatchedGradients.of(optimizer)
         super().__init__([self._watched], {})
         self._inside = False
-        self.given: frozenset[str] = frozenset()  # the names of the hyper-parameters that its user gives
+        self.given: frozenset[str] = frozenset()  # as `tell` said, read by the core's hyper_parameters
         for name in STEPS:
             own = getattr(optimizer, name, None)
             if callable(own):
                 setattr(optimizer, name, ReplacedMethod(own, partial(self._outermost, own)))
         setattr(optimizer, _ATTRIBUTE, self)
+
+    def tell(self, given: Iterable[str]) -> None:
+        """The names of the hyper-parameters that the optimizer's user gives."""
+        self.given = frozenset(given)
 
     def expect(self, elements: Sequence[int]) -> None:
         """The next step will make two float32 tensors of so many elements for each of these parameters."""

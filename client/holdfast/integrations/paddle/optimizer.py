@@ -56,13 +56,15 @@ class _Kept(NamedTuple):
 
     tensors: dict[str, Any]
     memory: list[tuple[int, object]]
-    place: tuple[ParameterPlace, ElementRange | None]
+    place: ParameterPlace
+    span: ElementRange | None
     declared: dict[str, Any]
     powers: tuple[torch.Tensor, ...]
     counted: dict[str, Any]
 
-    def is_of(self, tensors: dict[str, Any], memory: object, place: object) -> bool:
-        return self.memory == memory and all(map(is_, self.tensors.values(), tensors.values())) and self.place == place
+    def is_of(self, tensors: dict[str, Any], memory: object, place: ParameterPlace, span: ElementRange | None) -> bool:
+        there = self.memory == memory and self.place == place and self.span == span
+        return there and all(map(is_, self.tensors.values(), tensors.values()))
 
 
 class PaddleOptimizer:
@@ -98,7 +100,7 @@ class PaddleOptimizer:
         """
         places = self._places()
         groups = self._groups()
-        self._fence.given = frozenset(name for group in groups for name in group.hyper)
+        self._fence.tell(name for group in groups for name in group.hyper)
         return [
             {
                 "params": [self._place(places, one).name for one in group.members]
@@ -214,13 +216,13 @@ class PaddleOptimizer:
         """What is stored of a parameter; the identical one as long as the tensors have the same memory and place."""
         memory = [(tensor.data_ptr(), tensor.dtype) for tensor in held.values()]
         known = self._kept.get(place.name)
-        if known is None or not known.is_of(held, memory, (place, stepped.span)):
+        if known is None or not known.is_of(held, memory, place, stepped.span):
             declared = {key: self._declared(place, stepped, key, tensor) for key, tensor in held.items()}
             powers = tuple(self._view(place.name, key, held[key]) for key in POWERS if key in held)
             if len(powers) < len(POWERS) or not all(one.numel() == 1 and one.dtype is torch.float32 for one in powers):
                 powers = ()
             counted = {key: value for key, value in declared.items() if key not in POWERS}
-            known = _Kept(held, memory, (place, stepped.span), declared, powers, counted)
+            known = _Kept(held, memory, place, stepped.span, declared, powers, counted)
             self._kept[place.name] = known
         return known
 
@@ -231,7 +233,7 @@ class PaddleOptimizer:
         steps = beta_powers.steps_of_both(betas, tuple(one.item() for one in known.powers))
         if steps is None:
             return known.declared
-        known.counted[STEP] = self._step(known.place[0].name, steps)
+        known.counted[STEP] = self._step(known.place.name, steps)
         return known.counted
 
     def _step(self, name: str, known: beta_powers.StepRange) -> torch.Tensor:

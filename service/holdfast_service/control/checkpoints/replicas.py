@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy import ColumnElement, Select, delete, func, select, update
 from sqlalchemy.orm import Session, aliased
 
 from holdfast_files.opened import read_bounded
@@ -154,21 +154,15 @@ class ReplicaRecords:
         """Copies of checkpoints that were removed; those of a renamed run once there are copies under its new name. Where
         the step has a checkpoint again, brought back or saved again, it is read back first.
         """
-        wanted = select(ReplicaRow.run, ReplicaRow.step).where(ReplicaRow.tier == name, ReplicaRow.state == "gone")
-        same = (CheckpointRow.run == ReplicaRow.run, CheckpointRow.step == ReplicaRow.step)
-        unproven = select(CheckpointRow.run).where(*same, CheckpointRow.verified.is_(False)).exists()
-        wanted = wanted.where(~_awaits(name), ~unproven)
         with self._database.read() as session:
-            return [(run, step) for run, step in session.execute(wanted.limit(DUE_MAX))]
+            return [(run, step) for run, step in session.execute(_removable(name).limit(DUE_MAX))]
 
     def renames(self, name: str) -> list[tuple[CheckpointId, str]]:
         """Copies of renamed runs without a copy under the new name yet, with that name."""
-        columns = (ReplicaRow.run, ReplicaRow.step, ReplicaRow.heir)
-        wanted = select(*columns).where(ReplicaRow.tier == name, ReplicaRow.state == "gone", _awaits(name))
+        wanted = select(ReplicaRow.run, ReplicaRow.step, ReplicaRow.heir).where(*_gone(name), _awaits(name))
         order = wanted.order_by(ReplicaRow.heir, ReplicaRow.step.desc())
         with self._database.read() as session:
-            rows = session.execute(order.limit(DUE_MAX)).all()
-        return [(CheckpointId(run, step), heir) for run, step, heir in rows if heir is not None]
+            return [(CheckpointId(run, step), heir) for run, step, heir in session.execute(order.limit(DUE_MAX)) if heir]
 
     def due(self, name: str) -> list[bodies.CheckpointInfo]:
         """Verified checkpoints without a copy in this replica, newest first."""
@@ -219,7 +213,11 @@ class ReplicaRecords:
         justified the removal is gone, because its checkpoint was brought back, or, for now, because it is being read.
         """
         with self.readers.removing(run, step) as free:
-            return free and (run, step) in self.removals(name) and self._remove(name, store, run, step)
+            return free and self._is_removable(name, run, step) and self._remove(name, store, run, step)
+
+    def _is_removable(self, name: str, run: str, step: int) -> bool:
+        with self._database.read() as session:
+            return session.execute(_removable(name).where(*_row(name, run, step))).first() is not None
 
     def _remove(self, name: str, store: Store, run: str, step: int) -> bool:
         if not self._is_dispensable(name, store.files, CheckpointId(run, step)):
@@ -508,6 +506,17 @@ def _holds(records: Records, path: str, data: bytes) -> bool:
 
 def _row(name: str, run: str, step: int) -> Sequence[ColumnElement[bool]]:
     return ReplicaRow.tier == name, ReplicaRow.run == run, ReplicaRow.step == step
+
+
+def _removable(name: str) -> Select[str, int]:
+    """What `removals` lists, without a limit."""
+    same = (CheckpointRow.run == ReplicaRow.run, CheckpointRow.step == ReplicaRow.step)
+    unproven = select(CheckpointRow.run).where(*same, CheckpointRow.verified.is_(False)).exists()
+    return select(ReplicaRow.run, ReplicaRow.step).where(*_gone(name), ~_awaits(name), ~unproven)
+
+
+def _gone(name: str) -> Sequence[ColumnElement[bool]]:
+    return ReplicaRow.tier == name, ReplicaRow.state == "gone"
 
 
 def _awaits(name: str) -> ColumnElement[bool]:
