@@ -21,10 +21,10 @@ TITLES = {
 }
 LEGEND = """\
 - **newest**: the new process has the newest save, right in every tensor. Where a save was killed, that is the save.
-- **one before**: it has the save before, right in every tensor, and nobody had to do anything for that.
+- **one before**: it has the save before, right in every tensor, without any help.
 - **error**: loading raises. An earlier save loads when it is asked for by name. *Named*: the error says which file.
 - **nothing loads**: loading raises, and no save is left that loads.
-- **from zero**: no error and no checkpoint. Training would begin anew.
+- **from zero**: no error and no checkpoint. Training would begin again.
 - **wrong values**: no error, and tensors that were never saved like that.
 
 The worst comes first, with how often it was seen."""
