@@ -27,7 +27,7 @@ class OutputLinks:
         return Path(self._output_dir, f"checkpoint-{step}")
 
     def check_place(self, checkpointer: Checkpointer) -> None:
-        """`InvalidRequest` for an output directory inside the root, before anything is trained."""
+        """`InvalidRequest` for an output directory inside the root, before anything is trained. Starts the daemon."""
         root, place = checkpointer.root(), Path(os.path.realpath(self._output_dir))
         if root is not None and place.is_relative_to(root.resolve()):
             raise InvalidRequest(

@@ -260,7 +260,7 @@ class TrainerRun:
             {"keep_last": keep_last(args, {}), "policy": "wait"} | framework.given() | of_checkpointer(self._options)
         )
         self._checkpointer = Checkpointer(self.run, state, **(given | {"assets": assets}))
-        if self._links:
+        if not is_remote(self._options):  # on every rank: none waits in a collective while another one starts the daemon
             self._output.check_place(self._checkpointer)
         if self._options.get("exports") and self.trainer.is_world_process_zero():
             self._exports = Exports(self.run, self._checkpointer.root(), self._options)

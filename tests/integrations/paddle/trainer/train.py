@@ -17,6 +17,7 @@ import torch
 from paddleformers.trainer import Trainer, TrainerCallback, TrainingArguments
 
 from holdfast.integrations.paddleformers import attach
+from holdfast.link import roots
 from tests.integrations.paddle import fleet_trainings, fleet_worlds
 from tests.integrations.paddle.fleet_trainings import Training
 from tests.integrations.paddle.trainer.models import ROWS, MasterAdamW, Sentences, Stream, half_net, small_llama
@@ -54,12 +55,20 @@ class RecordedHalf(Recorded, Half): ...
 class Notes(TrainerCallback):
     """Writes the record."""
 
-    def __init__(self, record: Record) -> None:
-        self.record, self.trainer = record, cast(Recorded, None)
+    def __init__(self, record: Record, root: Path) -> None:
+        self.record, self.root, self.first, self.trainer = record, root, True, cast(Recorded, None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.record.began(state.global_step)
         self.trainer.rows, self.trainer.losses = [], []
+        self.first = True
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The first step finds the daemon: a rank that is ahead of one that starts it would wait in a collective."""
+        if self.first:
+            socket = roots.running_socket(self.root)
+            assert socket is not None and roots.answers(socket)
+            self.first = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.record.step(state.global_step, sum(self.trainer.losses), self.trainer.rows)
@@ -105,7 +114,7 @@ def arguments(options: argparse.Namespace) -> TrainingArguments:
 
 def made(options: argparse.Namespace) -> Trainer:
     """The Trainer, attached."""
-    notes = Notes(Record())
+    notes = Notes(Record(), options.work / "root")
     of_step = 2 * options.accumulate
     data: Any = Sentences(options.drawn, options.rows)
     if options.stream:
