@@ -7,6 +7,7 @@ Linear layer of Paddle holds [in, out], and torch's [out, in].
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -103,9 +104,20 @@ def _statements(model: Any, config: Any, live: Mapping[str, LiveTensor]) -> Iter
     if isinstance(keys, list):
         named = re.compile(rf"(^|\.)({'|'.join(keys)})\.weight$")
         return [f"{name}^T -> {name}" for name in live if "lora" not in name and named.search(name)]
-    if hasattr(model, "_get_name_mappings"):
-        return [_of_mapping(model, one) for one in model._get_name_mappings(config)]
-    return _renamed_norms(live)
+    mappings = _name_mappings(model, config)
+    return _renamed_norms(live) if mappings is None else [_of_mapping(model, one) for one in mappings]
+
+
+def _name_mappings(model: Any, config: Any) -> list[Any] | None:
+    """The list of a class of PaddleNLP; its base class has none. The class's name in the config chooses the prefixes."""
+    if not hasattr(model, "_get_name_mappings"):
+        return None
+    named = copy.copy(config)
+    named.architectures = getattr(config, "architectures", None) or [class_name(model)]
+    try:
+        return list(model._get_name_mappings(named))
+    except NotImplementedError:
+        return None
 
 
 def _of_mapping(model: Any, mapping: Any) -> str:

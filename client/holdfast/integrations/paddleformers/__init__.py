@@ -1,4 +1,4 @@
-"""Saves and resumes the Trainer of PaddleFormers with Holdfast: `attach(trainer, "run")`, and train as before."""
+"""Saves and resumes the Trainer of PaddleFormers or PaddleNLP: `attach(trainer, "run")`, and train as before."""
 
 from holdfast.integrations.paddleformers.trainer import HoldfastPaddleTrainer, attach
 

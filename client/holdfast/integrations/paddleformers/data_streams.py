@@ -53,8 +53,10 @@ class LoaderStreams:
     only_ours = True  # Paddle's own checkpoints have the streams of the save alone
     reached = False
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, samplers: Any) -> None:
         self._world = world
+        kinds = ("DistributedBatchSampler", "MappingBatchSampler", "MappingDistributedBatchSampler")
+        self._skipping = tuple(getattr(samplers, name) for name in kinds if hasattr(samplers, name))
         self._epoch: StreamMoment | None = None
         self._trained = 0
         self._awaited: SavedEpoch | None = None  # until the first epoch begins
@@ -80,10 +82,7 @@ class LoaderStreams:
 
     def watch(self, loader: Any) -> None:
         """Note what each fetch of the loader draws from, unless worker processes fetch."""
-        from paddleformers.utils import batch_sampler
-
-        kinds = (batch_sampler.MappingBatchSampler, batch_sampler.MappingDistributedBatchSampler)
-        self._skips = isinstance(getattr(loader, "batch_sampler", None), kinds)
+        self._skips = isinstance(getattr(loader, "batch_sampler", None), self._skipping)
         self._fetches = _Fetches()
         if getattr(loader, "num_workers", 1) == 0 and callable(getattr(loader, "collate_fn", None)):
             loader.collate_fn = _Collated(loader.collate_fn, self._fetches)

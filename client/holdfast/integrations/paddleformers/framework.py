@@ -1,4 +1,4 @@
-"""The Trainer of PaddleFormers, as a run asks for it."""
+"""The Trainer of PaddleFormers or PaddleNLP, as a run asks for it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from holdfast.integrations import paddle
 from holdfast.integrations.paddle.fleet import ranks
 from holdfast.integrations.paddleformers import refusals, trainer_state
 from holdfast.integrations.paddleformers.data_streams import LoaderStreams
+from holdfast.integrations.paddleformers.library import Library
 from holdfast.integrations.trainers.resuming import STATE_FILE
 from holdfast.stage.averaging import Ema
 from holdfast_formats.errors import InvalidRequest
@@ -26,13 +27,12 @@ log = logging.getLogger(__name__)
 class PaddleFormersTrainer:
     """What `holdfast.integrations.trainers.framework.Framework` states, for one Trainer."""
 
-    library = "PaddleFormers"
     own_files = (trainer_state.BINARY_STATE_FILE, STATE_FILE)  # the second is of PaddleNLP and older versions
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, library: Library) -> None:
         ranks.announce()  # before the first look at the run
-        self._trainer = trainer
-        self.streams = LoaderStreams(trainer.args.world_size)
+        self._trainer, self._library, self.library = trainer, library, library.name
+        self.streams = LoaderStreams(trainer.args.world_size, library.module("utils.batch_sampler"))
         self._logged: dict[str, float] = {}
         self._coefficient: float | None = None
         self._holds_best = False
@@ -41,7 +41,8 @@ class PaddleFormersTrainer:
     def taken_over(self) -> Iterator[None]:
         """Within the block the daemon keeps the average, and the Trainer none."""
         args = self._trainer.args
-        self._coefficient, args.zcc_save_ema_coef = args.zcc_save_ema_coef, None
+        self._coefficient = getattr(args, "zcc_save_ema_coef", None)  # PaddleNLP has none
+        args.zcc_save_ema_coef = None
         try:
             yield
         finally:
@@ -49,7 +50,7 @@ class PaddleFormersTrainer:
             self.release_best()
 
     def check(self, options: Mapping[str, Any]) -> None:
-        refusals.check(self._trainer, options)
+        refusals.check(self._trainer, self._library, options)
 
     def check_repeat(self, step: int) -> None:
         if self._trainer.model_wrapped is not self._trainer.model:  # train() would wrap it a second time
@@ -81,10 +82,10 @@ class PaddleFormersTrainer:
         return trainer_state.state_file(self._trainer)
 
     def write_state(self, directory: Path, state: bytes) -> None:
-        trainer_state.write_state(directory, json.loads(state))
+        trainer_state.write_state(directory, json.loads(state), self._library)
 
     def evaluated(self, metrics: Mapping[str, Any] | None) -> None:
-        """Take the metrics of the evaluation before a save: it may be the best. As PaddleFormers compares them."""
+        """Take the metrics of the evaluation before a save: it may be the best. As the library compares them."""
         trainer, wanted = self._trainer, self._trainer.args.metric_for_best_model
         if metrics is None:
             return
@@ -153,15 +154,14 @@ class PaddleFormersTrainer:
         )
 
     def reads_files(self) -> bool:
-        return any(_reads_files(one) for one in self._trainer.callback_handler.callbacks)
+        plain = self._library.callback.on_save
+        return any(_reads_files(one, plain) for one in self._trainer.callback_handler.callbacks)
 
     def published(self, directory: Path) -> None: ...
 
 
-def _reads_files(callback: Any) -> bool:
-    """Whether a callback may read a checkpoint's directory in `on_save`."""
-    from paddleformers.trainer import TrainerCallback
-
-    if getattr(type(callback), "on_save", None) in (None, TrainerCallback.on_save):
+def _reads_files(callback: Any, plain: object) -> bool:
+    """Whether a callback may read a checkpoint's directory in `on_save`, which does nothing in `plain`."""
+    if getattr(type(callback), "on_save", None) in (None, plain):
         return False
     return not type(callback).__module__.startswith(f"{__package__}.")  # our own

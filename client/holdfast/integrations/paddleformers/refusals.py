@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.integrations.paddleformers.library import Library
 from holdfast.integrations.trainers.options import check_limits
 from holdfast_formats.errors import InvalidRequest
 
-# Arguments of PaddleFormers 1.2.0 that would have no effect, or another one, and what to do instead.
+# Arguments of PaddleFormers 1.2.0 and PaddleNLP 3.0.0b4 that would have no effect, or another one, and what to do instead.
 _REFUSED = {
     "enable_auto_parallel": "train with fleet's layers, or a loop of your own",
     "enable_zero_cost_checkpoint": "leave it out: saves by Holdfast are asynchronous, on every device",
@@ -17,6 +18,7 @@ _REFUSED = {
     "ignore_load_lr_and_optim": "export the weights with `holdfast export --as hf`, and begin another run with them",
     "sharded_model_from_ema": "the average is the group ema of each checkpoint: `holdfast export --as hf --weights ema`",
     "auto_parallel_resume_form_hybrid_parallel": "import the checkpoint with `holdfast import`",
+    "offload_optim": "leave it out: state that moves between devices is not supported",
     "tensorwise_offload_optimizer": "leave it out: state that moves between devices is not supported",
     "using_sonic_moe": "its callback turns weights when a training begins: train without it",
     "zcc_ema_loss_threshold": "leave it out; loops of your own have Ema(loss_above=…)",
@@ -43,9 +45,11 @@ _UNUSED = {"use_async_save": False, "ordered_save_group_size": 0, "optim_shard_n
 _NOT_CALLED = ("_save", "save_model", "_save_flex_model_state", "_save_flex_optimizer_state", "_load_scheduler")
 
 
-def check(trainer: Any, options: Mapping[str, Any]) -> None:
+def check(trainer: Any, library: Library, options: Mapping[str, Any]) -> None:
     """Raise `InvalidRequest` with the name of what is not supported, and what to do instead."""
     args = trainer.args
+    if args.world_size > 1 and library.is_paddlenlp:
+        raise InvalidRequest(f"the Trainer of {library.name} in {args.world_size} ranks is not supported", hint=_LOOP)
     if args.world_size > 1:
         _check_ranks(args)
     for name, hint in _REFUSED.items():
@@ -70,7 +74,7 @@ def replaced(trainer: Any) -> list[str]:
     unused = [f"{name}={value!r}" for name, value in given.items() if value != _UNUSED[name]]
     if unused:
         found.append(f"{', '.join(unused)}: each rank writes its own part into its daemon's memory, without waiting")
-    if not args.save_rng_states:
+    if not getattr(args, "save_rng_states", True):
         found.append("save_rng_states=False: random streams are saved all the same, since resuming needs them")
     if hasattr(trainer.model, "lora_config"):
         found.append("the model has LoRA: the base model is saved with the adapter, in Paddle's names")
@@ -104,7 +108,7 @@ def _check_ranks(args: Any) -> None:
 def _check_overrides(trainer: Any) -> None:
     for name in _NOT_CALLED:
         owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), object)
-        own = owner.__module__.partition(".")[0] not in ("paddleformers", "holdfast")
+        own = owner.__module__.partition(".")[0] not in ("paddleformers", "paddlenlp", "holdfast")
         if name in vars(trainer) or (own and owner is not object):
             raise InvalidRequest(
                 f"{type(trainer).__name__} overrides {name}(), which Holdfast does not call: files that it writes "

@@ -1,31 +1,33 @@
-"""The methods of a PaddleFormers Trainer that save and resume, with Holdfast behind them."""
+"""The methods of a Trainer of PaddleFormers or PaddleNLP that save and resume, with Holdfast behind them."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paddleformers.trainer import Trainer, TrainerCallback
-
 from holdfast.integrations.paddleformers import refusals
 from holdfast.integrations.paddleformers.framework import PaddleFormersTrainer
+from holdfast.integrations.paddleformers.library import Library, library_of
 from holdfast.integrations.trainers.options import TrainerOptions, check_names
 from holdfast.integrations.trainers.runs import TrainerRun
 from holdfast_formats.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from paddleformers.trainer import Trainer
     from typing_extensions import Unpack
+else:
+    Trainer = object  # the classes that `attach` makes have the library's next
 
 log = logging.getLogger(__name__)
 
-AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+AnyTrainer = TypeVar("AnyTrainer")
 
 
 class HoldfastPaddleTrainer(Trainer):
-    """A Trainer whose checkpoints are Holdfast's. `attach` inserts it behind the Trainer's own class.
+    """A Trainer whose checkpoints are Holdfast's. `attach` inserts it between the Trainer's own class and the library's.
 
-    Name it among the bases of your class if tools should see its methods; `attach` is needed all the same. Overriding
-    methods reach it by `super()`.
+    Name it before the library's among the bases of your class if tools should see its methods; `attach` is needed all the
+    same. Overriding methods reach it by `super()`.
     """
 
     holdfast: TrainerRun | None = None
@@ -37,16 +39,16 @@ class HoldfastPaddleTrainer(Trainer):
         """Train, from the beginning or a checkpoint.
 
         `resume_from_checkpoint` is None or "auto": the newest sound checkpoint of the run, or the beginning if it has
-        none. True: the same, but it is an error if there is none; checkpoints that PaddleFormers itself wrote into
+        none. True: the same, but it is an error if there is none; checkpoints that the library itself wrote into
         output_dir count too. False: begin the run again, and abandon its checkpoints. A number: this step.
         "latest-healthy": the newest that was verified, without new NaN or infinities. A directory: a checkpoint of this
-        run, or one that PaddleFormers wrote. Raises `InvalidRequest` for unsupported features, and what
+        run, or one that the library wrote. Raises `InvalidRequest` for unsupported features, and what
         `Checkpointer.restore()` and `close()` raise.
         """
         train, run = super().train, self._run()
         while self.pop_callback(TrainerMoments) is not None:
             pass
-        self.add_callback(TrainerMoments(run, self.holdfast_side))
+        self.add_callback(_moments(library_of(self))(run, self.holdfast_side))
 
         def start(directory: str | None) -> Any:
             return train(resume_from_checkpoint=directory, ignore_keys_for_eval=ignore_keys_for_eval)
@@ -102,8 +104,10 @@ class HoldfastPaddleTrainer(Trainer):
         )
 
 
-class TrainerMoments(TrainerCallback):
-    """Reports events without a method of their own to the run. The last of a Trainer's callbacks."""
+class TrainerMoments:
+    """Reports events without a method of their own to the run. The last of a Trainer's callbacks, with the library's class
+    next.
+    """
 
     def __init__(self, run: TrainerRun, side: PaddleFormersTrainer) -> None:
         self.run, self.side = run, side
@@ -146,16 +150,21 @@ def attach(trainer: AnyTrainer, run: str, **options: Unpack[TrainerOptions]) -> 
     commit the daemon exports the checkpoint to checkpoint-N there. Subclasses of Trainer work as they are. Raises
     `InvalidRequest` with the name of an unsupported feature.
     """
-    if not isinstance(trainer, Trainer):
-        raise InvalidRequest(f"attach takes a paddleformers.trainer.Trainer, not a {type(trainer).__name__}")
+    library = library_of(trainer)
     check_names(options)
-    side = PaddleFormersTrainer(trainer)
+    attached: Any = trainer
+    side = PaddleFormersTrainer(attached, library)
     trainer_run = TrainerRun(trainer, run, options, side)
     kind = type(trainer)
     if not issubclass(kind, HoldfastPaddleTrainer):
-        bases = (HoldfastPaddleTrainer,) if kind is Trainer else (kind, HoldfastPaddleTrainer)
-        trainer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
-    trainer.holdfast, trainer.holdfast_side = trainer_run, side
+        ours = type(HoldfastPaddleTrainer.__name__, (HoldfastPaddleTrainer, library.trainer), {"__module__": __name__})
+        bases = (ours,) if kind is library.trainer else (kind, ours)
+        attached.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
+    attached.holdfast, attached.holdfast_side = trainer_run, side
     for sentence in refusals.replaced(trainer):
         log.warning("%s", sentence)
     return trainer
+
+
+def _moments(library: Library) -> Any:
+    return type(TrainerMoments.__name__, (TrainerMoments, library.callback), {"__module__": __name__})

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from holdfast.integrations import paddle
+from holdfast.integrations.paddleformers.library import Library
 from holdfast.integrations.trainers import log
+from holdfast.integrations.trainers.resuming import STATE_FILE
 
 ARGUMENTS_FILE = "training_args.json"
 BINARY_STATE_FILE = "trainer_state.bin"  # as PaddleFormers writes and reads it
@@ -31,8 +33,9 @@ def assets(trainer: Any) -> list[Any]:
     values = {name: value for name, value in trainer.args.to_dict().items() if not name.endswith(_SECRET)}
     arguments = log.as_json(values, "and give it plain values", default=str)
     files: list[Any] = [paddle.assets(trainer.model) | {ARGUMENTS_FILE: arguments}]
-    tokenizer = trainer.tokenizer if trainer.args.save_tokenizer else None
-    return [*files, *(one for one in (tokenizer, trainer.processing_class) if hasattr(one, "save_pretrained"))]
+    tokenizer = trainer.tokenizer if getattr(trainer.args, "save_tokenizer", True) else None  # PaddleNLP always saves it
+    processor = getattr(trainer, "processing_class", None)
+    return [*files, *(one for one in (tokenizer, processor) if hasattr(one, "save_pretrained"))]
 
 
 def state_file(trainer: Any) -> str:
@@ -41,12 +44,15 @@ def state_file(trainer: Any) -> str:
     return log.as_json(values, "in place of tensors", default=_plain)
 
 
-def write_state(directory: Path, values: dict[str, Any]) -> None:
-    """Write it as PaddleFormers reads it; values that another version had are left out."""
-    from paddleformers.trainer.trainer_callback import TrainerState
-
-    known = {field.name for field in dataclasses.fields(TrainerState)}
-    TrainerState(**{name: value for name, value in values.items() if name in known}).save(str(directory / BINARY_STATE_FILE))
+def write_state(directory: Path, values: dict[str, Any], library: Library) -> None:
+    """Write it as the library reads it; values that another version had are left out."""
+    kind = library.module("trainer.trainer_callback").TrainerState
+    known = {field.name for field in dataclasses.fields(kind)}
+    state = kind(**{name: value for name, value in values.items() if name in known})
+    if library.is_paddlenlp:
+        state.save_to_json(str(directory / STATE_FILE))
+    else:
+        state.save(str(directory / BINARY_STATE_FILE))
 
 
 def best_step(state: Any) -> int | None:

@@ -123,6 +123,25 @@ def test_older_classes_name_the_layers():
         stored(model)
 
 
+def test_a_class_of_paddlenlp_reads_its_name_in_the_config():
+    """A model that was constructed, not loaded, has none there. The base class of all has no list."""
+    model = Model(Config(), fc=Stranger(2, 3), linear=Linear(2, 3))
+    model.config.architectures = None
+
+    def mappings(config: Any) -> list[Any]:
+        prefix = "" if "Base" in config.architectures else "model."
+        return [SimpleNamespace(source_name=f"{prefix}fc.weight", target_name="fc.weight", action="transpose")]
+
+    def missing(config: Any) -> list[Any]:
+        raise NotImplementedError
+
+    model._get_name_mappings = mappings  # type: ignore[attr-defined]
+    assert stored(model) == {"model.fc.weight": (3, 2), "linear.weight": (3, 2), "linear.bias": (3,)}
+    assert model.config.architectures is None
+    model._get_name_mappings = missing  # type: ignore[attr-defined]
+    assert stored(model) == {"fc.weight": (2, 3), "linear.weight": (3, 2), "linear.bias": (3,)}
+
+
 def test_the_class_of_a_fleet_model_is_the_one_that_made_it():
     """PaddleFleet's model has statements and config of another class."""
 

@@ -1,4 +1,4 @@
-"""Small models of PaddleFormers and of Paddle, and data for them, for the training scripts of these tests."""
+"""Small models of PaddleFormers or PaddleNLP and of Paddle, and data for them, for the training scripts of these tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import paddle
 from paddle import nn
 from paddle.nn import functional
-from paddleformers.transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.integrations.paddle.trainer.library import IS_PADDLENLP, LlamaConfig, LlamaForCausalLM
 
 ROWS, TOKENS, WORDS = 44, 8, 32
 
@@ -74,11 +75,12 @@ class MasterAdamW(paddle.optimizer.AdamW):
 
 
 def small_llama() -> LlamaForCausalLM:
-    """About ten thousand parameters, with dropout."""
+    """About ten thousand parameters, with dropout in PaddleFormers."""
     paddle.seed(0)
     shape = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
     how = {"attention_dropout": 0.1, "fuse_rms_norm": False, "_attn_implementation": "eager"}
+    how = {"use_flash_attention": False} if IS_PADDLENLP else how
     return LlamaForCausalLM(LlamaConfig(**shape, **heads, **how))
 
 

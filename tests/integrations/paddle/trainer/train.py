@@ -1,4 +1,4 @@
-"""A training script with a Trainer of PaddleFormers, for `tests.integrations.resuming`.
+"""A training script with a Trainer of PaddleFormers or PaddleNLP, for `tests.integrations.resuming`.
 
 Every start runs the same lines: `attach`, and a plain `train()`.
 """
@@ -14,12 +14,12 @@ from unittest import mock
 import numpy as np
 import paddle
 import torch
-from paddleformers.trainer import Trainer, TrainerCallback, TrainingArguments
 
 from holdfast.integrations.paddleformers import attach
 from holdfast.link import roots
 from tests.integrations.paddle import fleet_trainings, fleet_worlds
 from tests.integrations.paddle.fleet_trainings import Training
+from tests.integrations.paddle.trainer.library import Trainer, TrainerCallback, TrainingArguments
 from tests.integrations.paddle.trainer.models import ROWS, MasterAdamW, Sentences, Stream, half_net, small_llama
 from tests.integrations.recording import Record
 
@@ -86,7 +86,7 @@ def arguments(options: argparse.Namespace) -> TrainingArguments:
         if options.half
         else {}
     )
-    sharding = {"sharding": "stage1" if options.sharded else "", "split_param": options.split}
+    sharding = {"sharding": "stage1", "split_param": options.split} if options.sharded else {}
     if options.sharded and not options.half:
         sharding["max_grad_norm"] = 0.0  # else the Trainer sets attributes that only MixPrecisionOptimizer has
     return TrainingArguments(
@@ -102,13 +102,13 @@ def arguments(options: argparse.Namespace) -> TrainingArguments:
         seed=options.seed,
         ignore_data_skip=options.no_skip,
         dataloader_num_workers=options.workers,
-        zcc_save_ema_coef=0.9 if options.average else None,
         device="cpu",
         report_to=[],
         disable_tqdm=True,
         **(half if options.half else {"amp_master_grad": False}),
         **sharding,
         **evaluation,
+        **({"zcc_save_ema_coef": 0.9} if options.average else {}),
     )
 
 
