@@ -234,3 +234,18 @@ def test_steps_are_checked_as_boxes_are() -> None:
         box_moves.check(mapped(0, 2), sources)
     with pytest.raises(StateMismatch, match="outside shape"):
         box_moves.check(mapped(0, 1, step=4), sources)
+
+
+@pytest.mark.parametrize("shape", [(70, 130), (130, 3, 70), (3, 200, 64), (65, 64, 2, 1)])
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "U8"])
+def test_long_tensors_are_transposed_in_strips(shape: tuple[int, ...], dtype: str) -> None:
+    """Whichever dimensions change places: all elements arrive, and the last strip is shorter than others."""
+    values = np.random.default_rng(1).integers(0, 256, (*shape, dtypes.to_numpy(dtype).itemsize), np.uint8)
+    for axes in permutations(range(len(shape))):
+        held = values.view(f"u{values.shape[-1]}")[..., 0]
+        into = np.zeros(tuple(shape[axis] for axis in axes), held.dtype)
+        reading.assign(into, held.transpose(axes), "w")
+        assert into.tobytes() == np.ascontiguousarray(held.transpose(axes)).tobytes()
+        back = np.zeros(shape, held.dtype)
+        reading.assign(back.transpose(axes), into, "w")
+        assert back.tobytes() == held.tobytes()

@@ -69,8 +69,8 @@ class TargetBytes:
         extent_bytes: int,
         ahead: Executor | None = None,
     ) -> None:
-        """No extent of a tensor is longer than `extent_bytes`. With `ahead`, bands of decoders with a stated length are
-        computed in it while the last one is in use; `close` then.
+        """No extent of a tensor is longer than `extent_bytes`. With `ahead`, bands are computed in it while the last one is
+        in use, but for those of decoders that state no length; `close` then.
         """
         self._source, self._tensors, self.file = source, tensors, file
         self.extents: list[list[Extent]] = [[] for _ in file.tensors]
@@ -131,8 +131,9 @@ class TargetBytes:
     def _band(self, cut: TargetCut) -> ComputedChunk:
         assert cut.tensor is not None
         mapped = self.file.tensors[cut.tensor].mapped
-        asked = _asked(mapped, self._tensors)
-        return ComputedChunk(cut.tensor, cut.offset - cut.offset % band_bytes(mapped, self._tensors), None not in asked)
+        decoders = [self._tensors[move.source].decoder for move in mapped.moves]
+        ahead = all(one is None or hasattr(one, "band_bytes") for one in decoders)  # others may need much memory for a band
+        return ComputedChunk(cut.tensor, cut.offset - cut.offset % band_bytes(mapped, self._tensors), ahead)
 
     def _made(self, band: ComputedChunk) -> Bytes:
         mapped = self.file.tensors[band.tensor].mapped
