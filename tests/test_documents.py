@@ -144,6 +144,22 @@ def test_every_linked_file_exists(document: Path) -> None:
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
+def anchors_of(document: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_linked_heading_exists(document: Path) -> None:
+    """In the page that is named: a link from one Chinese page to a heading of another names the Chinese file."""
+    links = [link for link in re.findall(r"\]\(([^)\s]*\.md)?#([^)\s]+)\)", document.read_text()) if "://" not in link[0]]
+    dead = [link for link in links if link[1] not in anchors_of(document.parent / link[0] if link[0] else document)]
+    assert dead == []
+
+
 @pytest.mark.parametrize("page", in_both("cli"), ids=lambda path: path.name)
 def test_every_command_is_in_the_table_and_exists(page: Path) -> None:
     """The table of commands is exactly what `holdfast` offers."""
