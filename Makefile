@@ -163,7 +163,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch comes first and alone, so that only this line decides which build of it is taken.
-$(READY): pyproject.toml hatch_build.py client/holdfast/memory/native_copy.c formats/holdfast_files/objects/native_crc32.c service/holdfast_service/daemon/averaging/native_lerp.c | $(BIN)/python
+$(READY): pyproject.toml hatch_build.py client/holdfast/memory/native_copy.c formats/holdfast_formats/native_transpose.c formats/holdfast_files/objects/native_crc32.c service/holdfast_service/daemon/averaging/native_lerp.c | $(BIN)/python
 	$(BIN)/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	$(BIN)/python -m pip install -e '.[dev]'
 	touch $@

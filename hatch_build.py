@@ -15,6 +15,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = (
     "client/holdfast/memory/native_copy.c",
+    "formats/holdfast_formats/native_transpose.c",
     "formats/holdfast_files/objects/native_crc32.c",
     "service/holdfast_service/daemon/averaging/native_lerp.c",
 )
