@@ -90,9 +90,11 @@ class StepHooks:
         """Hook new optimizers of the state. Raises `InvalidRequest` for one whose step has no hooks."""
         for optimizer in innermost(self._state):
             if not any(optimizer is known for known in self.optimizers):
-                # Else torch.compile of a step would trace into the hooks. Not before there is an optimizer, which loads that
-                # part of torch too: it takes a second.
-                before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
+                before, after = self._before_step, self._after_step
+                if getattr(optimizer, "compiled", True):
+                    # Else torch.compile of a step would trace into the hooks. Only for optimizers of torch, which load that
+                    # part of it too: it takes a second.
+                    before, after = map(torch.compiler.disable, (before, after))
                 try:
                     handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
                 except AttributeError:

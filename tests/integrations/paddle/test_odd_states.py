@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +332,27 @@ def test_random_streams_continue() -> None:
     tracker.reset()
     with pytest.raises(StateMismatch, match="'local' of fleet's tracker"):
         streams.refuse_unfit(stored)
+
+
+TRAINING = """
+import sys, paddle
+from holdfast.integrations.paddle import attach
+layer = paddle.nn.Linear(2, 2)
+optimizer = paddle.optimizer.AdamW(parameters=layer.parameters())
+with attach(layer, optimizer, "run", at=sys.argv[1]) as attached:
+    for step in range(attached.restore() + 1, 3):
+        layer(paddle.ones([1, 2])).sum().backward()
+        optimizer.step()
+        attached.save(step)
+    assert attached.restore() == 2
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+def test_a_training_loads_no_compiler_of_torch(tmp_path: Path) -> None:
+    """Which would take each start more than a second."""
+    done = subprocess.run([sys.executable, "-c", TRAINING, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_another_version_of_paddle_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:

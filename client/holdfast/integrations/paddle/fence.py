@@ -23,6 +23,8 @@ class StepFence(torch.optim.Optimizer):
     of Paddle's gradients, and tensors without memory from which a Checkpointer estimates how much the first step will add.
     """
 
+    compiled = False  # torch.compile never sees its step
+
     def __init__(self, optimizer: Any) -> None:
         self._watched = WatchedGradients.of(optimizer)
         super().__init__([self._watched], {})
@@ -33,6 +35,10 @@ class StepFence(torch.optim.Optimizer):
             if callable(own):
                 setattr(optimizer, name, ReplacedMethod(own, partial(self._outermost, own)))
         setattr(optimizer, _ATTRIBUTE, self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add the group. torch's own method loads its compiler."""
+        self.param_groups.append(param_group)
 
     def tell(self, given: Iterable[str]) -> None:
         """The names of the hyper-parameters that the optimizer's user gives."""
