@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from holdfast_formats import dtypes
+from holdfast_formats import dtypes, transfer
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.box_moves import MappedTensor, narrowed
@@ -20,7 +20,6 @@ from holdfast_formats.mapping.listing import Decoder, ForeignPiece, ForeignTenso
 from holdfast_formats.region import Box, Shape, flat_boxes, intersect, whole
 
 SPAN_BYTES_MAX = 2**24  # read at once: of a piece with non-contiguous elements, including gaps
-STRIP = 16  # elements: what a copy between two orders of dimensions writes in a row; more miss the processor's caches
 SPARSE = 4  # gaps are read too, unless they are so many times as long as what is wanted
 
 
@@ -121,7 +120,7 @@ def assign(into: NDArray[Any], values: NDArray[Any], name: str) -> None:
             tensor=name,
         )
     if into.dtype == values.dtype:
-        _copy(into, values)
+        transfer.copy(into, values)
         return
     with np.errstate(over="ignore", invalid="ignore"):
         converted = values.astype(into.dtype)
@@ -133,24 +132,7 @@ def assign(into: NDArray[Any], values: NDArray[Any], name: str) -> None:
                     hint="convert to a dtype with more range, such as bfloat16",
                     tensor=name,
                 )
-    _copy(into, converted)
-
-
-def _copy(into: NDArray[Any], values: NDArray[Any]) -> None:
-    """Copy values; between arrays in different orders of dimensions in strips, some five times as fast as at once."""
-    written, read = _fastest(into), _fastest(values)
-    if written is None or read is None or written == read or into.shape[read] < 4 * STRIP:
-        into[...] = values
-        return
-    for start in range(0, into.shape[written], STRIP):
-        strip = (slice(None),) * written + (slice(start, start + STRIP),)
-        into[strip] = values[strip]
-
-
-def _fastest(array: NDArray[Any]) -> int | None:
-    """The dimension whose elements are the closest in memory; None without any of several elements."""
-    long = [d for d, n in enumerate(array.shape) if n > 1]
-    return min(long, key=lambda d: abs(array.strides[d]), default=None)
+    transfer.copy(into, converted)
 
 
 def _largest(dtype: np.dtype[Any]) -> float:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast_formats import dtypes
+from holdfast_formats import dtypes, transfer
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.mapping import box_moves, reading
@@ -238,8 +238,13 @@ def test_steps_are_checked_as_boxes_are() -> None:
 
 @pytest.mark.parametrize("shape", [(70, 130), (130, 3, 70), (3, 200, 64), (65, 64, 2, 1)])
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "U8"])
-def test_long_tensors_are_transposed_in_strips(shape: tuple[int, ...], dtype: str) -> None:
-    """Whichever dimensions change places: all elements arrive, and the last strip is shorter than others."""
+@pytest.mark.parametrize("built", [True, False])
+def test_long_tensors_are_transposed(
+    shape: tuple[int, ...], dtype: str, built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever dimensions change places, in C and in strips, the last of which is shorter: all elements arrive."""
+    if not built:
+        monkeypatch.setattr(transfer, "_library", None)
     values = np.random.default_rng(1).integers(0, 256, (*shape, dtypes.to_numpy(dtype).itemsize), np.uint8)
     for axes in permutations(range(len(shape))):
         held = values.view(f"u{values.shape[-1]}")[..., 0]
