@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from holdfast.integrations.paddle import adapters
 from holdfast.integrations.paddle.documents import Scaler, Scheduler
 from holdfast.integrations.paddle.fleet.places import ParameterPlace
 from holdfast.integrations.paddle.fleet.ranks import RankTensor, announce, of_all_ranks
@@ -18,21 +19,22 @@ from holdfast.launch import StartedRanks
 from holdfast.state.named import Named
 from holdfast_formats.errors import InvalidRequest
 
+Entry = TypeVar("Entry")
 MODEL, OPTIMIZER, SCHEDULER, SCALER, RANDOM = "model", "optimizer", "scheduler", "scaler", "paddle_random"
 
 
 def state(model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any = None, **more: Any) -> dict[str, Any]:
     """The state of a Paddle training, for `Checkpointer`: `{"model": …, "optimizer": …, …}`.
 
-    The schedulers that optimizers step with are in it, given or not. `more` are further layers, optimizers, schedulers and
-    scalers, and any other entries of a state, such as `progress={"samples": 0}`. Call it again for an optimizer that is
-    constructed later.
+    Of a LoRAModel the adapter alone is in it, as PEFT has it: `adapter_model`. The schedulers that optimizers step with are
+    in it, given or not. `more` are further layers, optimizers, schedulers and scalers, and any other entries of a state,
+    such as `progress={"samples": 0}`. Call it again for an optimizer that is constructed later.
 
     Raises `InvalidRequest` for what cannot be saved, with its name.
     """
     check_version()
     given = {MODEL: model, OPTIMIZER: optimizer, SCHEDULER: scheduler, SCALER: scaler}
-    taken = sorted({MODEL, OPTIMIZER, SCHEDULER, SCALER, RANDOM} & more.keys())
+    taken = sorted({MODEL, OPTIMIZER, SCHEDULER, SCALER, RANDOM, adapters.GROUP} & more.keys())
     if taken:
         raise InvalidRequest(f"the entry {taken[0]!r} is one of the training's own", hint="give it another name")
     objects = {key: value for key, value in {**given, **more}.items() if value is not None or key in more}
@@ -42,7 +44,8 @@ def state(model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any 
         raise InvalidRequest(
             f"the model is a {type(model).__name__}, not a layer of Paddle", hint="pass the paddle.nn.Layer that is trained"
         )
-
+    if layers[MODEL].places.adapter is not None:
+        objects, layers = _as_adapter(objects), _as_adapter(layers)
     places = partial(_places, layers)
     rest = {key: value for key, value in objects.items() if key not in layers}
     optimizers = {key: PaddleOptimizer(value, places) for key, value in rest.items() if _is_optimizer(value)}
@@ -53,10 +56,15 @@ def state(model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any 
     for key, value in objects.items():
         if key in layers:
             layer = layers[key]
-            entries[key] = layer.module if ranks is None else Named(layer.module, shards=layer.shard)
+            plain = ranks is None and layer.places.adapter is None
+            entries[key] = layer.module if plain else Named(layer.module, shards=layer.shard if ranks else None)
         else:
             entries[key] = optimizers[key].shards if key in optimizers else _entry(value)
     return entries
+
+
+def _as_adapter(entries: dict[str, Entry]) -> dict[str, Entry]:
+    return {adapters.GROUP if key == MODEL else key: value for key, value in entries.items()}
 
 
 def _places(layers: Mapping[str, LayerViews]) -> dict[str, ParameterPlace]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.integrations.paddle import adapters
 from holdfast.integrations.paddle import program as programs
 from holdfast.integrations.paddle.aoa import LiveTensor
 from holdfast.integrations.paddle.fleet.ranks import announce, of_all_ranks
@@ -18,9 +19,13 @@ def layout(model: Any, program: ProgramSource = None) -> ParallelLayout | None:
     """The layout with which the checkpoints of a state of this model are Hugging Face's, for `Checkpointer(layout=…)`.
 
     `program` is a mapping program in place of the model's own. None is returned where Paddle's names and shapes are Hugging
-    Face's. Raises `InvalidRequest` for a model whose own statements cannot be used.
+    Face's, and of an adapter, which is stored as PEFT has it. Raises `InvalidRequest` for a model whose own statements
+    cannot be used.
     """
-    chosen = programs.program_of(model, LayerViews(model).tensors, _of_all_ranks) if program is None else program_of(program)
+    views = LayerViews(model)
+    if views.places.adapter is not None:
+        return None
+    chosen = programs.program_of(model, views.tensors, _of_all_ranks) if program is None else program_of(program)
     return None if chosen is None else ParallelLayout(f"dp={_world()}", config=config(model), program=chosen)
 
 
@@ -31,9 +36,15 @@ def config(model: Any) -> Mapping[str, Any] | None:
 
 
 def assets(model: Any) -> dict[str, Any]:
-    """The model's config.json in Hugging Face's form, for `Checkpointer(assets=…)`; nothing for a model without a config."""
+    """The model's config.json in Hugging Face's form, for `Checkpointer(assets=…)`; nothing for a model without a config.
+
+    Of a LoRAModel also the adapter's configurations, as PEFT and as PaddleFormers read them.
+    """
     known = config(model)
-    return {} if known is None else {programs.CONFIG: known}
+    layer = unwrapped(model).layer
+    adapter = adapters.adapter_of(layer)
+    own = {} if adapter is None else adapters.configs(layer, adapter)
+    return own if known is None else {programs.CONFIG: known, **own}
 
 
 def with_model(options: Mapping[str, Any], model: Any) -> dict[str, Any]:

@@ -170,13 +170,14 @@ class PaddleOptimizer:
         for stepped in hyper_parameters.stepped_by(self._sharding):
             held = self._held(stepped)
             if held:
-                name = self._place(places, stepped).name
-                given = {MASTER if key in MASTER_KEYS else key: value for key, value in values.get(name, {}).items()}
-                self._fill(name, stepped, held, given)
-                self._refuse_lacking(name, made.get(name, set()) - given.keys(), stepped)
+                place = self._place(places, stepped)
+                given = {MASTER if key in MASTER_KEYS else key: value for key, value in values.get(place.name, {}).items()}
+                self._fill(place, stepped, held, given)
+                self._refuse_lacking(place.name, made.get(place.name, set()) - given.keys(), stepped)
 
-    def _fill(self, name: str, stepped: Stepped, held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    def _fill(self, place: ParameterPlace, stepped: Stepped, held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Put values that were not restored in place into the accumulators, and make powers of the number of steps."""
+        name = place.name
         unknown = sorted(given.keys() - held.keys() - {STEP})
         if unknown:
             raise StateMismatch(
@@ -187,7 +188,7 @@ class PaddleOptimizer:
         with torch.no_grad():
             for key, value in given.items():
                 if key != STEP and isinstance(value, torch.Tensor):
-                    view = self._view(name, key, held[key])
+                    view = self._view(place, key, held[key])
                     if value is not view:
                         view.copy_(value)
             counted = given.get(STEP, self._steps.get(name))
@@ -197,7 +198,7 @@ class PaddleOptimizer:
                 self._counted[name] = Counted(steps, self._taken)
                 for key, beta in zip(POWERS, hyper_parameters.betas_of(self.optimizer, stepped), strict=True):
                     if key in powers:
-                        self._view(name, key, held[key]).fill_(beta_powers.power(beta, steps))
+                        self._view(place, key, held[key]).fill_(beta_powers.power(beta, steps))
 
     def _refuse_lacking(self, name: str, lacking: set[str], stepped: Stepped) -> None:
         """A new accumulator that the checkpoint lacks would continue from zero; a master is made of the weight instead."""
@@ -218,7 +219,7 @@ class PaddleOptimizer:
         known = self._kept.get(place.name)
         if known is None or not known.is_of(held, memory, place, stepped.span):
             declared = {key: self._declared(place, stepped, key, tensor) for key, tensor in held.items()}
-            powers = tuple(self._view(place.name, key, held[key]) for key in POWERS if key in held)
+            powers = tuple(self._view(place, key, held[key]) for key in POWERS if key in held)
             if len(powers) < len(POWERS) or not all(one.numel() == 1 and one.dtype is torch.float32 for one in powers):
                 powers = ()
             counted = {key: value for key, value in declared.items() if key not in POWERS}
@@ -252,12 +253,12 @@ class PaddleOptimizer:
         halves = getattr(self.optimizer, "_multi_precision", False)
         return count * 3 // 2 if halves and self.optimizer._is_dtype_fp16_or_bf16(parameter.dtype) else count
 
-    def _view(self, name: str, key: str, tensor: Any) -> torch.Tensor:
-        return self._views.of(f"{name}/{key}", tensor)
+    def _view(self, place: ParameterPlace, key: str, tensor: Any) -> torch.Tensor:
+        return self._views.of(f"{place.name}/{key}", tensor, turned=place.turned)
 
     def _declared(self, place: ParameterPlace, stepped: Stepped, key: str, tensor: Any) -> Declared:
         """What to store of a tensor that the optimizer keeps: the identical object while it has the same memory."""
-        view = self._view(place.name, key, tensor)
+        view = self._view(place, key, tensor)
         known = self._said.get((place.name, key))
         if known is None or known.view is not view or known.span != stepped.span:
             if key in POWERS or (place.cut is None and stepped.span is None):

@@ -44,11 +44,14 @@ class Views:
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
 
-    def of(self, name: str, tensor: Any, parameter: bool = False) -> torch.Tensor:
-        """The view of this Paddle tensor, as a torch parameter if it is to be one; `InvalidRequest` as `view_of`."""
+    def of(self, name: str, tensor: Any, parameter: bool = False, turned: bool = False) -> torch.Tensor:
+        """The view of this Paddle tensor, as a torch parameter if it is to be one, and of a matrix the transposed one if it
+        is `turned`; `InvalidRequest` as `view_of`.
+        """
         seen = self._seen.get(name)
         if seen is None or not seen.is_of(tensor):
             view = view_of(name, tensor)
+            view = view.t() if turned and view.dim() == 2 else view
             view = nn.Parameter(view, requires_grad=False) if parameter else view
             seen = _Seen(tensor, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.strides, view)
             self._seen[name] = seen
@@ -146,7 +149,8 @@ class LayerViews:
         parameters: dict[str, torch.Tensor] = {name: other.tensor for name, other in self._empty.items()}
         buffers: dict[str, torch.Tensor] = {}
         for name, tensor in self.tensors.items():
-            view = self._views.of(name, self.places.held(name, tensor), is_parameter(tensor))
+            turned = self.places.adapter is not None and self.places.place(name, tensor).turned
+            view = self._views.of(name, self.places.held(name, tensor), is_parameter(tensor), turned)
             if isinstance(view, nn.Parameter):
                 trained = not tensor.stop_gradient and (view.is_floating_point() or view.is_complex())
                 if view.requires_grad != trained:

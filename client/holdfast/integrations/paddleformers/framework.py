@@ -74,7 +74,7 @@ class PaddleFormersTrainer:
         return trainer_state.assets(self._trainer)
 
     def groups(self) -> tuple[str, ...] | None:
-        return ("model",) if self._trainer.args.ignore_save_lr_and_optim else None
+        return (trainer_state.model_group(self._trainer),) if self._trainer.args.ignore_save_lr_and_optim else None
 
     def before_save(self) -> None: ...
 
@@ -147,9 +147,10 @@ class PaddleFormersTrainer:
     def restore_best(self, checkpointer: Checkpointer) -> None:
         """Restore the weights, with their masters if there are some."""
         masters, saved = trainer_state.has_masters(self._trainer), self.groups() is None
+        model = trainer_state.model_group(self._trainer)
         checkpointer.restore(
             self.best_step(),
-            groups=("model", "master") if masters and saved else ("model",),
+            groups=(model, "master") if masters and saved else (model,),
             masters="from-model" if masters and not saved else None,
         )
 

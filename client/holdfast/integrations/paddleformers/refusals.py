@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.integrations.paddle import adapters
 from holdfast.integrations.paddleformers.library import Library
 from holdfast.integrations.trainers.options import check_limits
 from holdfast_formats.errors import InvalidRequest
@@ -61,6 +62,10 @@ def check(trainer: Any, library: Library, options: Mapping[str, Any]) -> None:
             f"ckpt_quant_stage={args.ckpt_quant_stage!r}: optimizer state is saved as it is",
             hint="leave it out; `holdfast retention` makes checkpoints compact some time after they were saved",
         )
+    if getattr(args, "zcc_save_ema_coef", None) and adapters.adapter_of(trainer.model) is not None:
+        raise InvalidRequest(
+            f"zcc_save_ema_coef={args.zcc_save_ema_coef}: the average of an adapter is not kept", hint="leave it out"
+        )
     _check_overrides(trainer)
     check_limits(args, options)
 
@@ -76,8 +81,19 @@ def replaced(trainer: Any) -> list[str]:
         found.append(f"{', '.join(unused)}: each rank writes its own part into its daemon's memory, without waiting")
     if not getattr(args, "save_rng_states", True):
         found.append("save_rng_states=False: random streams are saved all the same, since resuming needs them")
-    if hasattr(trainer.model, "lora_config"):
-        found.append("the model has LoRA: the base model is saved with the adapter, in Paddle's names")
+    return [*found, *_of_adapter(trainer.model)]
+
+
+def _of_adapter(model: Any) -> list[str]:
+    """What is saved of a model with LoRA, and what is not."""
+    if not adapters.is_lora(model):
+        return []
+    adapter, unlike = adapters.adapter_of(model), adapters.unlike_peft(model)
+    if adapter is None:
+        return [f"{unlike}: PEFT has no such adapters, so the base model is saved with it, in Paddle's names"]
+    found = ["the adapter alone is saved, as PEFT has it: begin every start with the same base model"]
+    if adapter.fused:
+        found.append(f"PEFT cannot load the adapter: its base model has no {adapter.fused[0]}, which Paddle has fused")
     return found
 
 

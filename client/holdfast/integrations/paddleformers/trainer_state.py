@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.integrations import paddle
+from holdfast.integrations.paddle import adapters
 from holdfast.integrations.paddleformers.library import Library
 from holdfast.integrations.trainers import log
 from holdfast.integrations.trainers.resuming import STATE_FILE
@@ -24,6 +25,10 @@ def live_objects(trainer: Any) -> dict[str, Any]:
     """The entries of the state: model, optimizer, scheduler, the scaler if gradients are scaled, random streams."""
     scaler = trainer.scaler if trainer.do_grad_scaling else None
     return paddle.state(trainer.model, _inner(trainer.optimizer), trainer.lr_scheduler, scaler)
+
+
+def model_group(trainer: Any) -> str:
+    return "model" if adapters.adapter_of(trainer.model) is None else adapters.GROUP
 
 
 def assets(trainer: Any) -> list[Any]:

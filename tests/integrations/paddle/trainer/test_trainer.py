@@ -339,18 +339,74 @@ def test_the_daemon_keeps_the_average(daemon: RunningDaemon, run: str, tmp_path:
     assert links(tmp_path) == [f"checkpoint-{step}" for step in (2, 4, 6, 8)]
 
 
-def test_of_a_model_with_lora_all_is_saved(
+def adapted(**changed: Any) -> LoRAModel:
+    config = {"target_modules": [".*q_proj.*"], "r": 2, "lora_alpha": 4, "dtype": "float32"} | changed
+    model = LoRAModel(small_llama(), LoRAConfig(**config))
+    model.mark_only_lora_as_trainable()
+    return model
+
+
+class EarlyStops(TrainerCallback):
+    """Ends a training at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+
+
+class Judged(Trainer):
+    """Evaluates without a model: PaddleFormers 1.2.0 cannot evaluate one with LoRA unless PaddleFleet is installed."""
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        return {"eval_loss": float(self.state.global_step)}
+
+
+def test_the_best_adapter_comes_back(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
+    best = {"evaluation_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 2}
+    best |= {"metric_for_best_model": "loss", "greater_is_better": False}  # the first one is the best
+    two = attach(plain(tmp_path / "two", model=adapted(), callbacks=[EarlyStops(2)]), f"{run}-two", at=daemon.socket)
+    two.train()
+    trainer = attach(plain(tmp_path / "output", Judged, model=adapted(), **best), run, at=daemon.socket)
+    trainer.train()
+    found, wanted = ({name: one for name, one in weights(each).items() if "lora" in name} for each in (trainer, two))
+    named = [name for name in found if name.startswith("model.")]
+    assert named and all(torch.equal(found[name], wanted[name]) for name in named)
+
+
+def test_of_a_model_with_lora_the_adapter_is_saved(
     daemon: RunningDaemon, run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def adapted() -> LoRAModel:
-        model = LoRAModel(small_llama(), LoRAConfig(target_modules=[".*q_proj.*"], r=2, lora_alpha=4, dtype="float32"))
-        model.mark_only_lora_as_trainable()
-        return model
+    """Training goes on as one that was not interrupted, the best adapter comes back, and PaddleFormers reads the export."""
+    whole = attach(plain(tmp_path / "whole", model=adapted()), f"{run}-whole", at=daemon.root)
+    assert "the adapter alone is saved" in caplog.text
+    whole.train()
+    stops = EarlyStops(4)
+    attach(plain(tmp_path / "output", model=adapted(), callbacks=[stops]), run, at=daemon.root).train()
+    exports = {"paddle-lora": tmp_path / "lora"}
+    again = attach(plain(tmp_path / "output", model=adapted()), run, at=daemon.root, exports=exports)
+    again.train()
+    assert again.state.global_step == 6
+    assert_same(weights(whole), weights(again))
+    stored = tmp_path / "output" / "checkpoint-6"
+    assert (stored / "adapter_model.safetensors").is_file() and not (stored / "model.safetensors").exists()
+    read = LoRAModel.from_pretrained(small_llama(), str(tmp_path / "lora" / "checkpoint-6"))
+    for name, tensor in again.model.get_trainable_state_dict().items():
+        assert paddle.equal_all(tensor, read.get_trainable_state_dict()[name]), name
 
-    first = attach(plain(tmp_path, model=adapted()), run, at=daemon.socket)
-    assert "the base model is saved with the adapter" in caplog.text
+
+def test_an_adapter_that_peft_lacks_is_saved_with_its_base(
+    daemon: RunningDaemon, run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted()
+    model.lora_config.do_qat = True
+    first = attach(plain(tmp_path, model=model), run, at=daemon.socket)
+    assert "do_qat=True: PEFT has no such adapters, so the base model is saved with it" in caplog.text
     first.train()
-    again = attach(plain(tmp_path, model=adapted()), run, at=daemon.socket)
+    model = adapted()
+    model.lora_config.do_qat = True
+    again = attach(plain(tmp_path, model=model), run, at=daemon.socket)
     again.train()
     assert_same(weights(first), weights(again))
 
@@ -366,6 +422,6 @@ def test_checkpoints_are_exported_after_their_commit(daemon: RunningDaemon, run:
 def test_an_export_that_fails_does_not_end_the_training(
     daemon: RunningDaemon, run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = attach(plain(tmp_path / "output"), run, at=daemon.root, exports={"paddle-lora": tmp_path / "lora"})
+    trainer = attach(plain(tmp_path / "output"), run, at=daemon.root, exports={"peft": tmp_path / "peft"})
     trainer.train()
-    assert trainer.state.global_step == 6 and f"{run}@6 was not exported as paddle-lora" in caplog.text
+    assert trainer.state.global_step == 6 and f"{run}@6 was not exported as peft" in caplog.text

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.integrations.paddle.adapters import adapter_of, base_of
 from holdfast.integrations.paddle.fleet.names import stored_names
 from holdfast.integrations.paddle.fleet.places import Declared, ElementRange, ParameterPlace
 from holdfast.integrations.paddle.fleet.sharding import weight
@@ -21,16 +22,24 @@ class _Said(NamedTuple):
 
 
 class LayerPlaces:
-    """The places of the parameters of `layer`, which is the user's own layer inside what fleet has wrapped around it."""
+    """The places of the parameters of `layer`, which is the user's own layer inside what fleet has wrapped around it.
+
+    Of a LoRAModel they are those of its `adapter`, if PEFT knows such adapters.
+    """
 
     def __init__(self, layer: Any) -> None:
         self.layer, self._stage_3 = unwrapped(layer)
+        self.adapter = adapter_of(self.layer)
+        self._turned = frozenset(one.name for one in self.adapter.tensors.values() if one.turned) if self.adapter else ()
         self._cuts = TensorParallel(self.layer)
         self._placed: dict[str, tuple[Any, ParameterPlace]] = {}
         self._said: dict[str, _Said] = {}
 
     def tensors(self) -> dict[str, Any]:
-        """Paddle's tensors by stored name: parameters and persistable buffers."""
+        """Paddle's tensors by stored name: parameters and persistable buffers; those of the adapter alone, if it is one."""
+        if self.adapter is not None:
+            of_base = base_of(self.layer).state_dict(use_hook=False)
+            return {one.name: of_base[name] for name, one in self.adapter.tensors.items()}
         own = self.layer.state_dict(use_hook=False)
         stored = stored_names(self.layer, own)
         return {stored[name]: tensor for name, tensor in own.items()}
@@ -43,7 +52,8 @@ class LayerPlaces:
         """Where this rank's tensor lies in the whole, before sharding divides it."""
         known = self._placed.get(name)
         if known is None or known[0] is not parameter:
-            known = self._placed[name] = parameter, self._cuts.place(name, parameter)
+            place = self._cuts.place(name, parameter)
+            known = self._placed[name] = parameter, place.transposed() if name in self._turned else place
         return known[1]
 
     def declared(self, name: str, parameter: Any, view: torch.Tensor) -> Declared:

@@ -42,12 +42,19 @@ class ElementRange(NamedTuple):
 class ParameterPlace(NamedTuple):
     """The place of this rank's tensor of a parameter, whose shape is `local`, in the whole one.
 
-    `name` is the stored one; `cut` is None if the tensor is whole.
+    `name` is the stored one; `cut` is None if the tensor is whole. Of a `turned` matrix, this is the place of Paddle's
+    tensor transposed, as it is stored.
     """
 
     name: str
     local: Shape
     cut: TensorCut | None = None
+    turned: bool = False
+
+    def transposed(self) -> ParameterPlace:
+        """The place of a matrix that is stored transposed."""
+        cut = None if self.cut is None else self.cut._replace(axis=1 - self.cut.axis)
+        return self._replace(local=self.local[::-1], cut=cut, turned=not self.turned)
 
     @property
     def shape(self) -> Shape:
@@ -71,8 +78,14 @@ class ParameterPlace(NamedTuple):
     def span_of(self, tensor: torch.Tensor, span: ElementRange) -> Declared:
         """What to store of a flat tensor that begins with these elements; what follows them is padding.
 
-        Raises `InvalidRequest` for a tensor that is too short.
+        Raises `InvalidRequest` for a tensor that is too short, and for a matrix that is stored transposed.
         """
+        if self.turned:
+            raise InvalidRequest(
+                f"{self.name} is stored as PEFT has it, transposed, and sharding has divided its elements among ranks",
+                hint="train an adapter without split_param and stage 3, which save little here",
+                tensor=self.name,
+            )
         if tensor.dim() != 1 or tensor.numel() < span.size or span.stop > prod(self.local):
             raise InvalidRequest(
                 f"{self.name}: a tensor of shape {list(tensor.shape)} does not hold the elements {list(span)} of a "

@@ -85,3 +85,13 @@ def test_a_parameter_smaller_than_its_padding_is_in_few_ranks(begin: int, end: i
 def test_a_tensor_that_cannot_hold_the_elements_is_refused(tensor: tuple[int, ...], span: tuple[int, int]) -> None:
     with pytest.raises(InvalidRequest, match="w: a tensor of shape"):
         ParameterPlace("w", (6, 8)).span_of(torch.zeros(tensor), ElementRange(*span))
+
+
+def test_a_matrix_that_is_stored_transposed_has_its_part_there() -> None:
+    """The tensors are transposed by their owners. Ranges of elements are refused: they are none of the stored matrix."""
+    parts = [ParameterPlace("w", (6, 4), TensorCut(1, rank, 2)).transposed() for rank in range(2)]
+    assert [(one.local, one.shape, one.offset) for one in parts] == [((4, 6), (8, 6), (0, 0)), ((4, 6), (8, 6), (4, 0))]
+    halves = [one.of(WHOLE[:, rank * 4 : rank * 4 + 4].t()) for rank, one in enumerate(parts)]
+    assert torch.equal(_written(halves, (8, 6)), WHOLE.t())
+    with pytest.raises(InvalidRequest, match="sharding has divided its elements"):
+        parts[0].span_of(torch.zeros(4), ElementRange(0, 4))

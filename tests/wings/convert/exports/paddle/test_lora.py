@@ -89,6 +89,20 @@ def test_an_adapter_of_peft(tmp_path: Path) -> None:
     }
 
 
+def test_an_adapter_that_a_trainer_saved(tmp_path: Path) -> None:
+    """Its optimizer and masters have the entry's key in front of the parameters' names."""
+    keyed = trained({f"adapter_model.{name}": array for name, array in ADAPTER.items()})
+    groups = {"adapter_model": ADAPTER, "master": keyed["master"], "optim": keyed["optim"]}
+    values = values_of([f"adapter_model.{name}" for name in ADAPTER])
+    source = made(tmp_path / "step", groups, step=2, assets=_assets(), ranks=values).source
+    out = write(source, paddle_lora.plan(source, ExportOptions()), tmp_path / "out")
+    theirs = f"{LAYER.removeprefix('base_model.model.')}.lora_A"
+    found = {stem: load_file(out / f"{stem}-00001-of-00001.safetensors") for stem in ("master_weights", "optimizer")}
+    assert found["master_weights"][theirs].tolist() == keyed["master"][f"adapter_model.{A}"].T.tolist()
+    moment = keyed["optim"][f"adapter_model.{A}/exp_avg"]
+    assert found["optimizer"][f"{theirs}/moment1_0"].tolist() == moment.T.tolist()
+
+
 def test_only_the_adapter(tmp_path: Path) -> None:
     """The base model stays behind, and without an optimizer there is nothing to resume."""
     groups = {"adapter_model": ADAPTER, "model": {"x": ONE}}

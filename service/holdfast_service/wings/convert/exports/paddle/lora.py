@@ -98,6 +98,7 @@ def _arranged(source: ExportSource, group: str) -> Arranged:
     held = {name: tensor for name, tensor in source.group(group).items() if not is_of_rank(name)}
     refuse_sub_byte(held)
     names = {name: _name(name) for name in held}
+    names |= {f"{group}.{name}": new for name, new in names.items()}  # as a trainer's optimizer has them
     masters = {name: one for name, one in source.group(optimizer_state.MASTER_GROUP).items() if name in names}
     state = source.group(optimizer_state.GROUP)
     groups = {
