@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from holdfast import launch
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.trainers import exports, resuming
 from holdfast.integrations.trainers.exports import Exports
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from holdfast.tickets import SaveTicket
 
 log = logging.getLogger(__name__)
+
+ANSWER_WAIT_S = 600.0  # for rank 0, which may still save
 
 
 class ResumePoint(NamedTuple):
@@ -157,9 +160,15 @@ class TrainerRun:
             framework.published(self._output.path(step))
 
     def is_best_linked(self) -> bool:
-        """Whether the best checkpoint is one of this run."""
-        best = self.trainer.state.best_model_checkpoint
-        return self._checkpointer is not None and best is not None and Path(best).is_symlink()
+        """Whether the best checkpoint is one of this run. All ranks ask, and rank 0 answers: it makes the links."""
+
+        def linked() -> bool:
+            best = self.trainer.state.best_model_checkpoint
+            return best is not None and Path(best).is_symlink()
+
+        if self._checkpointer is None:
+            return False
+        return bool(launch.answer_of_rank_0(f"trainer/{self.run}/best", linked, ANSWER_WAIT_S))
 
     def load_best(self) -> bool:
         """Restore the weights of the best checkpoint; False if the library itself wrote it."""
