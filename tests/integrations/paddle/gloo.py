@@ -11,17 +11,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import paddle
 from paddle.base import core
-from paddle.distributed import fleet, parallel
+from paddle.distributed import fleet, parallel, sharding
 from paddle.distributed.fleet.layers.mpu import mp_ops
+from paddle.distributed.fleet.meta_parallel import tensor_parallel
 from paddle.distributed.fleet.meta_parallel.sharding import (
     group_sharded_optimizer_stage2,
+    group_sharded_stage2,
     group_sharded_stage3,
     group_sharded_storage,
 )
-from paddle.distributed.fleet.utils import tensor_fusion_helper
+from paddle.distributed.fleet.utils import hybrid_parallel_util, tensor_fusion_helper
+
+from tests.daemons import free_port
 
 ALIGNMENT = 256  # bytes, as on a GPU
 
@@ -74,7 +79,9 @@ def complete() -> None:
     gloo.recv_on_calc_stream = lambda self, tensor, source: self.recv(tensor, source, True).wait()
     gloo.broadcast = _in_float32(gloo.broadcast, 0)
     gloo.all_reduce = _in_float32(gloo.all_reduce, 0)
+    gloo.create = _with_own_store(gloo.create)
     mp_ops._C_ops = _Operators(mp_ops._C_ops)
+    tensor_parallel.broadcast_input_data = _broadcast_inputs
 
 
 def _reduce_scatter(self: Any, part: Any, whole: Any, op: Any, _: bool) -> Done:
@@ -83,6 +90,14 @@ def _reduce_scatter(self: Any, part: Any, whole: Any, op: Any, _: bool) -> Done:
     begin = self.rank() * part._numel()
     paddle.assign(total._slice(begin, begin + part._numel()), part)
     return Done()
+
+
+def _broadcast_inputs(hcg: Any, *given: Any, **named: Any) -> Any:
+    for value in (*given, *named.values()):
+        if isinstance(value, paddle.Tensor):
+            with paddle.no_grad():
+                hybrid_parallel_util._broadcast_data_help(value, value.shape, value.dtype, hcg)
+    return given, named
 
 
 def _in_float32(own: Callable[..., Any], at: int) -> Callable[..., Any]:
@@ -98,6 +113,22 @@ def _in_float32(own: Callable[..., Any], at: int) -> Callable[..., Any]:
     return call
 
 
+def _with_own_store(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Paddle's groups of gloo write the same names into one store, so that groups of other ranks cannot be made at once."""
+    stores = []
+
+    def create(store: Any, rank: int, world: int, group: int) -> Any:
+        if world > 1 and group > 0:
+            if rank == 0:
+                store.set(f"gloo/{group}", str(free_port()))
+            port = int(bytes(store.get(f"gloo/{group}")))
+            store = core.TCPStore("127.0.0.1", port, rank == 0, world)
+            stores.append(store)
+        return own(store, rank, world, group)
+
+    return create
+
+
 class _Operators:
     """Paddle's operators, of which some have no kernel for a CPU."""
 
@@ -110,10 +141,49 @@ class _Operators:
     def c_identity(self, tensor: Any, *_: Any) -> Any:
         return paddle.assign(tensor)
 
+    def c_softmax_with_cross_entropy(self, logits: Any, label: Any, ignored: int, group: int, rank: int, _: int) -> Any:
+        """Of logits whose classes are divided among the ranks of a group."""
+        ranks, size = paddle.distributed.collective._get_group_map()[group], logits.shape[-1]
+        top = logits.detach().max(-1, keepdim=True)
+        paddle.distributed.all_reduce(top, paddle.distributed.ReduceOp.MAX, ranks)
+        shifted = logits - top
+        powers = paddle.exp(shifted)
+        total = mp_ops._mp_allreduce(powers.sum(-1, keepdim=True), group=ranks)
+        own = (label - rank * size == paddle.arange(size)).astype(logits.dtype)
+        chosen = mp_ops._mp_allreduce((shifted * own).sum(-1, keepdim=True), group=ranks)
+        loss = paddle.where(label == ignored, paddle.zeros_like(chosen), paddle.log(total) - chosen)
+        return powers / total, loss
+
 
 def allow_group_sharded() -> None:
     """From now on this process passes for one with a GPU where Paddle only asks in order to refuse."""
     core.is_compiled_with_cuda = lambda: True
+    _move_nothing()
+
+
+def replace_group_sharded_parallel(segment: int) -> None:
+    """From now on `group_sharded_parallel` makes what it makes on a GPU. Stage 3 leaves parameters of up to so many elements
+    whole.
+    """
+
+    def made(model: Any, optimizer: Any, *, level: str, scaler: Any, exclude_layer: Any, **named: Any) -> Any:
+        gpu = mock.patch.object(core, "is_compiled_with_cuda", lambda: True)
+        named["device"] = "cpu"
+        with gpu:
+            if level == "p_g_os":
+                more = {"segment_size": segment, "exclude_layer": exclude_layer}
+                return group_sharded_stage3.GroupShardedStage3(model, optimizer, **more, **named), optimizer, scaler
+            stepped = group_sharded_optimizer_stage2.GroupShardedOptimizerStage2(
+                optimizer._parameter_list, optimizer, **named
+            )
+            del named["offload"]
+            return group_sharded_stage2.GroupShardedStage2(model, stepped, **named), stepped, scaler
+
+    sharding.group_sharded_parallel = made
+    _move_nothing()
+
+
+def _move_nothing() -> None:
     paddle.get_device = lambda: "cpu:0"
     paddle.Tensor.cpu = lambda self, *_: paddle.assign(self)  # a copy, as from a GPU
     group_sharded_storage.cvt_to_device = lambda tensor, *_: tensor

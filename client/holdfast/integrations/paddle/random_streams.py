@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.state.streams import CheckedEntry
 from holdfast_formats.errors import StateMismatch
 
-_CPU, _GPU, _TRACKED = "cpu", "gpu.", "tracked"
+_CPU, _GPU, TRACKED = "cpu", "gpu.", "tracked"
 _TRACKER = "paddle.distributed.fleet.layers.mpu.random"
 
 
@@ -22,15 +22,15 @@ class PaddleStreams(CheckedEntry):
 
     def state_dict(self) -> dict[str, Any]:
         tracked = {name: list(map(_text, states)) for name, states in self._tracked().items()}
-        return {**{name: _text(one.get_state()) for name, one in _generators().items()}, _TRACKED: tracked}
+        return {**{name: _text(one.get_state()) for name, one in _generators().items()}, TRACKED: tracked}
 
     def refuse_unfit(self, stored: Any) -> None:
         """Raise `StateMismatch` for named streams that one side lacks, and for states of another form."""
-        if not isinstance(stored, dict) or not isinstance(stored.get(_TRACKED), dict):
+        if not isinstance(stored, dict) or not isinstance(stored.get(TRACKED), dict):
             raise StateMismatch(
                 "the checkpoint has no states of Paddle's generators under this key", hint="leave it out with exclude="
             )
-        differing = sorted(stored[_TRACKED].keys() ^ self._tracked().keys())
+        differing = sorted(stored[TRACKED].keys() ^ self._tracked().keys())
         if differing:
             raise StateMismatch(
                 f"only the checkpoint, or only this process, has the random stream {differing[0]!r} of fleet's tracker",
@@ -41,9 +41,9 @@ class PaddleStreams(CheckedEntry):
         for name, generator in _generators().items():
             if name in stored:
                 generator.set_state(_state(stored[name]))
-        if stored[_TRACKED]:
+        if stored[TRACKED]:
             tracker = sys.modules[_TRACKER].get_rng_state_tracker()
-            tracker.set_states_tracker({name: list(map(_state, states)) for name, states in stored[_TRACKED].items()})
+            tracker.set_states_tracker({name: list(map(_state, states)) for name, states in stored[TRACKED].items()})
 
     def _tracked(self) -> dict[str, Any]:
         """The named streams of fleet's tracker. Nothing has seeded it before its module is imported."""

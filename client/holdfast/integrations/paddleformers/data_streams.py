@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from holdfast.integrations.paddle.random_streams import PaddleStreams
+from holdfast.integrations.paddle.random_streams import TRACKED, PaddleStreams
 from holdfast.state import rng
 from holdfast.state.rng import RandomStreams
 
@@ -47,14 +47,45 @@ class SavedEpoch(NamedTuple):
     fetch: RandomStreams = _NONE  # those of the loader alone, before the next fetch
 
 
+class ParallelForm(NamedTuple):
+    """How many ranks share the data, the tensors and the layers, and in which order of the dimensions."""
+
+    data: int = 1
+    tensor: int = 1
+    stages: int = 1
+    order: str = ""
+
+    @property
+    def shares_data(self) -> bool:
+        """Whether several ranks train on the same rows, and draw the same numbers."""
+        return self.tensor * self.stages > 1
+
+
+class TrainerStreams(PaddleStreams):
+    """Paddle's streams in a Trainer, which seeds its tracker by itself: of other named streams, this rank keeps its own."""
+
+    def refuse_unfit(self, stored: Any) -> None:
+        super().refuse_unfit(self._fit(stored))
+
+    def load_state_dict(self, stored: dict[str, Any]) -> None:
+        super().load_state_dict(self._fit(stored))
+
+    def _fit(self, stored: Any) -> Any:
+        if not isinstance(stored, dict) or not isinstance(stored.get(TRACKED), dict):
+            return stored
+        own = self.state_dict()[TRACKED]
+        return {**stored, TRACKED: {name: stored[TRACKED].get(name, states) for name, states in own.items()}}
+
+
 class LoaderStreams:
     """An entry of the state, with the position in the epoch. Each rank has its own."""
 
     only_ours = True  # Paddle's own checkpoints have the streams of the save alone
     reached = False
 
-    def __init__(self, world: int, samplers: Any) -> None:
-        self._world = world
+    def __init__(self, form: ParallelForm, samplers: Any) -> None:
+        self._form = form
+        self._restored: ParallelForm | None = None
         kinds = ("DistributedBatchSampler", "MappingBatchSampler", "MappingDistributedBatchSampler")
         self._skipping = tuple(getattr(samplers, name) for name in kinds if hasattr(samplers, name))
         self._epoch: StreamMoment | None = None
@@ -67,7 +98,7 @@ class LoaderStreams:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "world": self._world,
+            "form": list(self._form),
             "epoch": _as_values(self._epoch),
             "saved": _as_values(_now()),
             "trained": self._trained,
@@ -75,10 +106,23 @@ class LoaderStreams:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the saved position. With another number of ranks the batches differ, and their streams are useless."""
-        if state["world"] == self._world:
+        """Take the saved position. In another form of parallelism the batches differ, and their streams are useless."""
+        self._restored = ParallelForm(*state["form"])
+        if self._restored == self._form:
             epoch, saved = _of_values(state["epoch"]), _of_values(state["saved"])
             self._awaited = SavedEpoch(epoch, saved, state["trained"], _streams(state["fetch"]))
+
+    @contextmanager
+    def of_form(self) -> Iterator[None]:
+        """After a restore within this block, the streams are those before it, if ranks share data in another way than those
+        that saved: their streams are not this rank's, and ranks that train on the same rows draw the same numbers.
+        """
+        before = _now()
+        yield
+        restored = self._restored
+        if restored is not None and restored != self._form and (restored.shares_data or self._form.shares_data):
+            log.info("the ranks that saved shared data in another way: the random streams begin as the Trainer seeded them")
+            _install(before)
 
     def watch(self, loader: Any) -> None:
         """Note what each fetch of the loader draws from, unless worker processes fetch."""

@@ -32,7 +32,7 @@ class PaddleFormersTrainer:
     def __init__(self, trainer: Any, library: Library) -> None:
         ranks.announce()  # before the first look at the run
         self._trainer, self._library, self.library = trainer, library, library.name
-        self.streams = LoaderStreams(trainer.args.world_size, library.module("utils.batch_sampler"))
+        self.streams = LoaderStreams(trainer_state.form_of(trainer.args), library.module("utils.batch_sampler"))
         self._logged: dict[str, float] = {}
         self._coefficient: float | None = None
         self._holds_best = False
@@ -49,6 +49,21 @@ class PaddleFormersTrainer:
             args.zcc_save_ema_coef = self._coefficient
             self.release_best()
 
+    @contextmanager
+    def resumes_here(self, own: bool) -> Iterator[None]:
+        """Within the block, a Trainer that resumes from our checkpoint does not prepare to load one of its own: for a flex
+        checkpoint, stage 3 of sharding would empty the weights, and fill its parts of them with zeros afterwards.
+        """
+        args = self._trainer.args
+        if not own or all(stage.value != "stage3" for stage in args.sharding):
+            yield
+            return
+        known, args.load_checkpoint_format = args.load_checkpoint_format, None
+        try:
+            yield
+        finally:
+            args.load_checkpoint_format = known
+
     def check(self, options: Mapping[str, Any]) -> None:
         refusals.check(self._trainer, self._library, options)
 
@@ -63,7 +78,7 @@ class PaddleFormersTrainer:
         return trainer_state.live_objects(self._trainer)
 
     def given(self) -> dict[str, Any]:
-        given = {"layout": paddle.layout(self._trainer.model)}
+        given = {"layout": paddle.layout(trainer_state.trained_layer(self._trainer))}
         if not self._coefficient:
             return given
         of = "master" if trainer_state.has_masters(self._trainer) else "model"

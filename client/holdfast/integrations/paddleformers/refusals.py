@@ -26,13 +26,25 @@ _REFUSED = {
 }
 _LOOP = "train in a loop of your own: attach(model, optimizer, run) takes what fleet's ranks hold"
 # Forms of parallelism that no test has shown.
-_DEGREES = (
+_DEGREES = ("sep_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+# Forms of which each was tested alone.
+_COMBINED = (
+    "data_parallel_size",
+    "sharding_parallel_size",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
-    "sep_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
 )
+# Options of several ranks that let weights change after a step has ended, or keep state where it cannot be placed.
+_LEFT, _LATE = "leave it False", "leave it False: weights would arrive from other ranks while a save copies them"
+_OPTIONS = {
+    "stage1_broadcast_overlap": _LATE,
+    "stage1_allgather_overlap": _LATE,
+    "stage2_overlap": _LATE,
+    "stage1_tensor_fusion": "use split_param, whose buffers are supported",
+    "stage1_overlap": "leave it False, or use it with split_param",
+    "pp_sharding_comm_overlap": _LEFT,
+    "use_dualpipev": _LEFT,
+}
 # Words of unified_checkpoint_config, and arguments, of which nothing remains to be done.
 _REPLACED = {
     "async_save": "saves are asynchronous, and durable",
@@ -52,7 +64,7 @@ def check(trainer: Any, library: Library, options: Mapping[str, Any]) -> None:
     if args.world_size > 1 and library.is_paddlenlp:
         raise InvalidRequest(f"the Trainer of {library.name} in {args.world_size} ranks is not supported", hint=_LOOP)
     if args.world_size > 1:
-        _check_ranks(args)
+        _check_ranks(trainer)
     for name, hint in _REFUSED.items():
         value = getattr(args, name, None)
         if value:
@@ -81,6 +93,10 @@ def replaced(trainer: Any) -> list[str]:
         found.append(f"{', '.join(unused)}: each rank writes its own part into its daemon's memory, without waiting")
     if not getattr(args, "save_rng_states", True):
         found.append("save_rng_states=False: random streams are saved all the same, since resuming needs them")
+    several = {name: getattr(args, name, 1) for name in _COMBINED}
+    combined = [f"{name}={size}" for name, size in several.items() if size > 1]
+    if len(combined) > 1:
+        found.append(f"{' and '.join(combined)}: Holdfast was tested with each of them, and not with several at once")
     return [*found, *_of_adapter(trainer.model)]
 
 
@@ -97,18 +113,25 @@ def _of_adapter(model: Any) -> list[str]:
     return found
 
 
-def _check_ranks(args: Any) -> None:
-    """Data parallelism and stage 1 of sharding are supported."""
+def _check_ranks(trainer: Any) -> None:
+    """Data, tensor and pipeline parallelism and all stages of sharding are supported."""
+    args = trainer.args
     for name in _DEGREES:
         if getattr(args, name, 1) > 1:
             raise InvalidRequest(f"{name}={getattr(args, name)} of a Trainer is not supported yet", hint=_LOOP)
     stages = [str(getattr(one, "value", one)) for one in args.sharding]
-    if stages not in ([], ["stage1"]):
-        raise InvalidRequest(f"sharding={' '.join(stages)!r} of a Trainer is not supported yet", hint=_LOOP)
-    if args.sharding_parallel_size > 1 and args.data_parallel_size > 1:
+    if "offload" in stages:
         raise InvalidRequest(
-            f"sharding_parallel_size={args.sharding_parallel_size} in {args.world_size} ranks is not supported yet",
-            hint="let all ranks shard, or none",
+            f"sharding={' '.join(stages)!r} of a Trainer is not supported", hint="leave the optimizer on its device"
+        )
+    for name, hint in _OPTIONS.items():
+        if getattr(args, name, False) and not (name == "stage1_overlap" and args.split_param):
+            raise InvalidRequest(f"{name}={getattr(args, name)!r} cannot be used with Holdfast in several ranks", hint=hint)
+    parts = "stage3" in stages or max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1
+    if parts and adapters.is_lora(trainer.model):
+        raise InvalidRequest(
+            "a model with LoRA is not supported under stage 3 of sharding, tensor parallelism or in a pipeline",
+            hint="train it with data parallelism, or stages 1 and 2 of sharding",
         )
     if "sharding_io" in (args.save_checkpoint_format, args.load_checkpoint_format):
         raise InvalidRequest(

@@ -51,7 +51,8 @@ class HoldfastPaddleTrainer(Trainer):
         self.add_callback(_moments(library_of(self))(run, self.holdfast_side))
 
         def start(directory: str | None) -> Any:
-            return train(resume_from_checkpoint=directory, ignore_keys_for_eval=ignore_keys_for_eval)
+            with self.holdfast_side.resumes_here(run.is_source(directory)):
+                return train(resume_from_checkpoint=directory, ignore_keys_for_eval=ignore_keys_for_eval)
 
         with self.holdfast_side.taken_over():
             return run.train(resume_from_checkpoint, start)
@@ -75,15 +76,19 @@ class HoldfastPaddleTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._run().is_source(checkpoint):
-            self._run().restore()
+            self._restore()
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_flex_checkpoint(self, resume_from_checkpoint: str) -> None:
         if self._run().is_source(resume_from_checkpoint):
-            self._run().restore()
+            self._restore()
         else:
             super()._load_flex_checkpoint(resume_from_checkpoint)
+
+    def _restore(self) -> None:
+        with self.holdfast_side.streams.of_form():
+            self._run().restore()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._run().is_source(checkpoint):

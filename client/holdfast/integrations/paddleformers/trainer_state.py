@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from holdfast.integrations import paddle
-from holdfast.integrations.paddle import adapters
+from holdfast.integrations.paddle import adapters, entries
+from holdfast.integrations.paddle.fleet.wrappers import unwrapped
+from holdfast.integrations.paddleformers.data_streams import ParallelForm, TrainerStreams
 from holdfast.integrations.paddleformers.library import Library
 from holdfast.integrations.trainers import log
 from holdfast.integrations.trainers.resuming import STATE_FILE
@@ -24,7 +26,21 @@ _SECRET = ("_token", "_key")
 def live_objects(trainer: Any) -> dict[str, Any]:
     """The entries of the state: model, optimizer, scheduler, the scaler if gradients are scaled, random streams."""
     scaler = trainer.scaler if trainer.do_grad_scaling else None
-    return paddle.state(trainer.model, _inner(trainer.optimizer), trainer.lr_scheduler, scaler)
+    found = paddle.state(trained_layer(trainer), _inner(trainer.optimizer), trainer.lr_scheduler, scaler)
+    return found | {entries.RANDOM: TrainerStreams()}
+
+
+def trained_layer(trainer: Any) -> Any:
+    """The Trainer's model, or what stage 3 of sharding has made of it, which alone knows the parts."""
+    return trainer.model_wrapped if unwrapped(trainer.model_wrapped).stage_3 is not None else trainer.model
+
+
+def form_of(args: Any) -> ParallelForm:
+    """The form of parallelism that the training's arguments say."""
+    if args.world_size == 1:
+        return ParallelForm()
+    tensor, stages = (max(size, 1) for size in (args.tensor_model_parallel_size, args.pipeline_model_parallel_size))
+    return ParallelForm(args.dataset_world_size, tensor, stages, str(args.hybrid_parallel_topo_order))
 
 
 def model_group(trainer: Any) -> str:
@@ -37,7 +53,7 @@ def assets(trainer: Any) -> list[Any]:
     """
     values = {name: value for name, value in trainer.args.to_dict().items() if not name.endswith(_SECRET)}
     arguments = log.as_json(values, "and give it plain values", default=str)
-    files: list[Any] = [paddle.assets(trainer.model) | {ARGUMENTS_FILE: arguments}]
+    files: list[Any] = [paddle.assets(trained_layer(trainer)) | {ARGUMENTS_FILE: arguments}]
     tokenizer = trainer.tokenizer if getattr(trainer.args, "save_tokenizer", True) else None  # PaddleNLP always saves it
     processor = getattr(trainer, "processing_class", None)
     return [*files, *(one for one in (tokenizer, processor) if hasattr(one, "save_pretrained"))]

@@ -13,6 +13,10 @@ from holdfast.integrations.paddle.fleet.wrappers import optimizers_inside
 from holdfast_formats.errors import InvalidRequest
 
 SLICE = "slice@"  # before a parameter's name: the part of it that stage 3 steps
+_OVERLAPS = (
+    "_broadcast_overlap",
+    "_all_gather_overlap_forward",
+)  # set after construction: weights change while a save copies
 
 
 class Stepped(NamedTuple):
@@ -51,6 +55,10 @@ class OptimizerSharding:
             yield None, [self._stepped(one) for one in groups]
 
     def _whole_groups(self) -> Any:
+        if any(getattr(self._divided, name, False) for name in _OVERLAPS):
+            raise _refused(
+                "weights that ranks send after a step has ended (broadcast or all-gather overlap)", "leave it off"
+            )
         kind = type(self._divided).__name__
         if kind == "DygraphShardingOptimizer":
             return self._divided._origin_parameter_list

@@ -54,3 +54,13 @@ def test_groups_of_parameters_stay_groups() -> None:
     ((group, stepped),) = OptimizerSharding(SimpleNamespace(_param_groups=groups)).groups()
     assert group is groups[0]
     assert [(each.parameter, each.group) for each in stepped] == [(one, groups[0])]
+
+
+@pytest.mark.parametrize("overlap", ["_broadcast_overlap", "_all_gather_overlap_forward"])
+def test_weights_that_arrive_after_a_step_are_refused_once_that_is_set(overlap: str) -> None:
+    optimizer = wrapper("DygraphShardingOptimizerV2", tensor_fusion=False, pp_overlap=False, _parameter_list=[])
+    sharding = OptimizerSharding(optimizer)
+    assert list(sharding.groups()) == [(None, [])]
+    setattr(optimizer, overlap, True)
+    with pytest.raises(InvalidRequest, match=r"after a step has ended"):
+        list(sharding.groups())

@@ -1,0 +1,50 @@
+"""A Trainer of PaddleFormers in the forms of fleet's parallelism: killed, and restored in other forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.resuming import Outcome, assert_equal, completed, outcome
+from tests.suites.adapter_suite import AdapterSuite, Case
+
+SCRIPT = "tests.integrations.paddle.trainer.parallel"
+SAME_ROWS = ("tp", "pp")  # all ranks train on the same rows
+# What a form with so many ranks saves, others restore.
+WORLDS = {
+    ("plain", 1): [("tp", 2), ("pp", 2)],
+    ("stage2", 2): [("stage3", 2), ("plain", 1)],
+    ("stage3", 2): [("stage1", 2), ("plain", 1)],
+    ("tp", 2): [("plain", 1), ("stage3", 2)],
+    ("pp", 2): [("plain", 1), ("tp", 2)],
+}
+
+
+class TestParallel(AdapterSuite):
+    SCRIPT = SCRIPT
+    KILLED = (
+        Case("stage 2", "--form stage2 --drawn", 2, kills=2),
+        Case("stage 3", "--form stage3 --drawn", 2, kills=2),
+        Case("tensor parallelism, evaluation, best", "--form tp --drawn --evaluate", 2, kills=2),
+        Case("pipeline, evaluation, best", "--form pp --drawn --evaluate", 2, kills=2),
+        Case("pipeline, tied embeddings", "--form pp --tied", 2, kills=2),
+    )
+
+    def check(self, whole: Outcome, work: Path) -> None:
+        """The other rank's steps and end are equal too, and only ranks that share data train on the same rows."""
+        other = outcome(work.parent / "whole" / "record-1.jsonl")
+        assert_equal(other, outcome(work / "record-1.jsonl"))
+        form = next(form for form in ("stage2", "stage3", *SAME_ROWS) if form in whole.ends[0]["values"][-1])
+        same = [whole.steps[step][0]["rows"] == other.steps[step][0]["rows"] for step in whole.steps]
+        assert set(same) == {form in SAME_ROWS}
+
+
+@pytest.mark.parametrize(("form", "world"), WORLDS)
+def test_other_forms_restore_equal_tensors(form: str, world: int, tmp_path: Path) -> None:
+    words = ["--steps", "4"]  # the last step is saved: a start that resumes there trains no more
+    saved = completed(SCRIPT, ["--form", form, *words], tmp_path, world)
+    for other, ranks in WORLDS[form, world]:
+        restored = completed(SCRIPT, ["--form", other, *words], tmp_path, ranks)
+        assert restored.began[-1] == 4
+        assert restored.ends[-1]["end"] == saved.ends[0]["end"], other
