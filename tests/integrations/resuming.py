@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +23,10 @@ from tests.daemons import free_port
 from tests.integrations.environments import TOP
 from tests.integrations.recording import DIE_AT, RECORD
 
-START_S = 300.0  # what a start may take before its first line
-STEPS_PAST = 5  # a start is killed after one to that many steps that nobody had seen yet
+START_S = 900.0  # what a start may take before its first line, on a machine that is busy
+STEPS_PAST = 5  # a start is killed after one to that many steps that no start had reached, or more in a long training
+
+KILLED = (-signal.SIGKILL, 256 - signal.SIGKILL)  # the status of a killed rank, and that of a launcher that has one
 
 
 class Outcome(NamedTuple):
@@ -62,7 +64,7 @@ def start(module: str, arguments: Sequence[str], work: Path, world: int, die_at:
     if world > 1:
         about |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
         about |= {"LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_RESTART_COUNT": "0"}
-    about |= {DIE_AT: str(die_at), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(TOP)}
+    about |= settings(die_at)
     command = [sys.executable, "-m", module, "--work", str(work), *arguments]
     ranks = []
     for rank in range(world):
@@ -73,6 +75,11 @@ def start(module: str, arguments: Sequence[str], work: Path, world: int, die_at:
     return ranks
 
 
+def settings(die_at: int) -> dict[str, str]:
+    """What else the environment of a script says."""
+    return {DIE_AT: str(die_at), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(TOP)}
+
+
 def end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     """Kill whatever is left of the ranks, with their data loader's workers."""
     for rank in ranks:
@@ -81,9 +88,12 @@ def end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         rank.wait()
 
 
-def completed(module: str, arguments: Sequence[str], work: Path, world: int = 1) -> Outcome:
+Start = Callable[[str, Sequence[str], Path, int, int], list[subprocess.Popen[bytes]]]  # as `start`, by some launcher
+
+
+def completed(module: str, arguments: Sequence[str], work: Path, world: int = 1, by: Start = start) -> Outcome:
     """Run a script to its end, undisturbed."""
-    ranks = start(module, arguments, work, world)
+    ranks = by(module, arguments, work, world, -1)
     try:
         for rank in ranks:
             rank.wait(timeout=START_S * 2)
@@ -93,29 +103,32 @@ def completed(module: str, arguments: Sequence[str], work: Path, world: int = 1)
     return outcome(work / "record-0.jsonl")
 
 
-def killed(module: str, arguments: Sequence[str], work: Path, last: int, kills: int, seed: int, world: int = 1) -> Outcome:
-    """Run a script to its end, killed so many times: at a step's end by itself, or at any moment from outside. The last kill
-    comes late, so that something has been saved, however few there are.
+def killed(
+    module: str, arguments: Sequence[str], work: Path, last: int, kills: int, seed: int, world: int = 1, by: Start = start
+) -> Outcome:
+    """Run a script to its end, killed so many times: at a step's end by itself, or at any moment from outside. The kills are
+    spread over the training, and the last one comes late, so that something has been saved, however few there are.
     """
     chance = random.Random(seed)
+    past = max(STEPS_PAST, 3 * last // (2 * max(kills, 1)))
     record = work / "record-0.jsonl"
     for number in range(kills):
         seen = max(outcome(record).steps, default=0)
-        target = min(seen + chance.randint(1, STEPS_PAST), last)
+        target = min(seen + chance.randint(1, past), last)
         if seen >= last:  # all steps were seen once: the rest are killed on the way through them once more
             target = chance.randint(max(1, last - STEPS_PAST), last)
         by_itself = chance.random() < 0.5
         if number == kills - 1 and seen < last:
             target, by_itself = max(target, last - chance.randrange(STEPS_PAST)), True
         lines = len(_steps(record))
-        ranks = start(module, arguments, work, world, target if by_itself else -1)
+        ranks = by(module, arguments, work, world, target if by_itself else -1)
         try:
-            _await_kill(ranks, record, lines, chance.randint(1, STEPS_PAST) if not by_itself else 10**9, work)
+            _await_kill(ranks, record, lines, chance.randint(1, past) if not by_itself else 10**9, work)
             if not by_itself:
                 time.sleep(chance.uniform(0, 0.3))
         finally:
             end(ranks)
-    return completed(module, arguments, work, world)
+    return completed(module, arguments, work, world, by)
 
 
 def assert_equal(whole: Outcome, other: Outcome) -> None:
@@ -133,7 +146,7 @@ def _await_kill(ranks: Sequence[subprocess.Popen[bytes]], record: Path, lines: i
     limit = time.monotonic() + START_S
     while time.monotonic() < limit:
         codes = [rank.poll() for rank in ranks]
-        if -signal.SIGKILL in codes or len(_steps(record)) >= lines + steps:
+        if any(code in KILLED for code in codes) or len(_steps(record)) >= lines + steps:
             return  # the other ranks may have failed because of it
         assert all(code in (None, 0) for code in codes), _output(work)
         if 0 in codes:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.integrations.resuming import Outcome, assert_equal, completed, killed
+from tests.integrations.resuming import Outcome, Start, assert_equal, completed, killed, start
 
 
 class Case(NamedTuple):
@@ -28,6 +28,7 @@ class AdapterSuite:
 
     SCRIPT: str
     KILLED: tuple[Case, ...]
+    START: Start = staticmethod(start)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """A test for each case."""
@@ -42,9 +43,9 @@ class AdapterSuite:
         the same, bit by bit (E1).
         """
         words, many = case.arguments.split(), kills if case.kills is None else case.kills
-        whole = completed(self.SCRIPT, words, tmp_path / "whole", case.world)
+        whole = completed(self.SCRIPT, words, tmp_path / "whole", case.world, self.START)
         last, seed = max(whole.steps), sum(map(ord, case.arguments)) + case.world
-        other = killed(self.SCRIPT, words, tmp_path / "killed", last, many, seed=seed, world=case.world)
+        other = killed(self.SCRIPT, words, tmp_path / "killed", last, many, seed=seed, world=case.world, by=self.START)
         assert len(other.began) > many and any(step > 0 for step in other.began), other.began
         assert_equal(whole, other)
         self.check(whole, tmp_path / "killed")

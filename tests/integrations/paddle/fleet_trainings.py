@@ -1,7 +1,11 @@
-"""Small trainings in each form of fleet's parallelism, and what their ranks hold."""
+"""Small trainings in each form of fleet's parallelism, and what their ranks hold.
+
+A kind is a form, plain or in half precision: `v2`, or `v2-half`, whose weights are bfloat16 with masters, as in AMP O2.
+"""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,11 +27,13 @@ from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import
 from paddle.distributed.fleet.utils import mix_precision_utils
 
 from tests.integrations.paddle import gloo
+from tests.integrations.paddle.half import MasterAdamW, compute_in_float32
 
 VOCABULARY, WIDTH, INNER, ROWS = 30, 6, 10, 8
 SEGMENT = 20  # elements up to which stage 3 leaves a parameter whole
 DEGREES = {"plain": {}, "dp": {"dp_degree": 2}, "tp": {"mp_degree": 2}, "pp": {"pp_degree": 2}}
 SHARDED = {"sharding_degree": 2}  # v1, v2, 2 and 3
+SHARED_ROWS = ("tp", "pp", "pipeline", "plain")  # forms in which all ranks train on the same rows
 
 
 class Net(nn.Layer):
@@ -60,7 +66,7 @@ class Net(nn.Layer):
 
 
 def tied_head(embedding: Any, held: Any) -> Any:
-    return paddle.matmul(held, embedding.weight, transpose_y=True)
+    return paddle.matmul(held, embedding.weight.astype("float32"), transpose_y=True)
 
 
 class Block(nn.Layer):
@@ -82,30 +88,51 @@ class Loss(nn.Layer):
 class Training(NamedTuple):
     """What fleet has made of a layer and its optimizer. `net` is the layer itself."""
 
-    kind: str
+    form: str
     net: Any
     model: Any
     optimizer: Any
     scheduler: Any
 
-    def step(self, rows: Any) -> float:
-        """One step on these rows, which each rank of tensor or pipeline parallelism gets alike; returns the loss."""
-        if self.kind in ("pp", "pipeline"):
-            loss = self.model.train_batch([rows, rows], self.optimizer)
+    @property
+    def accumulated(self) -> int:
+        """The batches of a step. A pipeline divides its batch by itself."""
+        return 1 if self.form in ("2", "3", "pp", "pipeline") else 2
+
+    def replicas(self) -> tuple[int, int]:
+        """Among how many replicas the rows are divided, and the number of this one."""
+        shared = self.form in SHARED_ROWS
+        return (1, 0) if shared else (paddle.distributed.get_world_size(), paddle.distributed.get_rank())
+
+    def step(self, *batches: Any) -> float:
+        """One step on these rows, whose gradients are accumulated; returns the sum of the losses."""
+        if self.form in ("pp", "pipeline"):
+            loss = float(self.model.train_batch([batches[0], batches[0]], self.optimizer))
         else:
-            model = self.net if self.kind == "tp" else self.model  # Paddle's wrapper refuses a CPU
-            loss = Loss()(model(rows), rows)
-            loss.backward()
+            model = self.net if self.form == "tp" else self.model  # Paddle's wrapper refuses a CPU
+            loss = 0.0
+            for number, rows in enumerate(batches, 1):
+                with self._last(number == len(batches)):
+                    part = Loss()(model(rows), rows) / len(batches)
+                    part.backward()
+                loss += float(part)
             self.optimizer.step()
             self.optimizer.clear_grad()
         self.scheduler.step()
-        return float(loss)
+        return loss
+
+    def _last(self, last: bool) -> Any:
+        """Data parallelism reduces the gradients of the last batch of a step, with those before."""
+        return nullcontext() if last or self.form != "dp" else self.model.no_sync()
 
 
 def training(kind: str, seed: int) -> Training:
-    """A training of this kind: a key of `DEGREES`; v1, v2, 2 or 3 for the stages of sharding; `pipeline`, of one stage."""
-    strategy = gloo.begin(**DEGREES.get(kind, {} if kind == "pipeline" else SHARDED))
-    if kind == "v2":
+    """A training of this kind. Its form is a key of `DEGREES`; v1, v2, 2 or 3 for the stages of sharding; or `pipeline`, of
+    one stage.
+    """
+    form, _, half = kind.partition("-")
+    strategy = gloo.begin(**DEGREES.get(form, {} if form == "pipeline" else SHARDED))
+    if form == "v2":
         strategy.hybrid_configs["sharding_configs"].split_param = True
     strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": ROWS // 2}
     fleet.init(is_collective=True, strategy=strategy)
@@ -115,24 +142,29 @@ def training(kind: str, seed: int) -> Training:
     paddle.seed(seed)
     for number, name in enumerate(("model_parallel_rng", "local_seed")):
         tracker.add(name, 1000 + 100 * seed + 10 * number + rank)
-    net = _pipeline() if kind in ("pp", "pipeline") else Net(kind == "tp")
+    net = _pipeline() if form in ("pp", "pipeline") else Net(form == "tp")
+    if half:
+        net.to(dtype="bfloat16")
     scheduler = paddle.optimizer.lr.ExponentialDecay(0.02, 0.9)
-    clip = None if kind in ("2", "3") else nn.ClipGradByGlobalNorm(1.0)  # theirs moves to a GPU
-    stepped = [one for one in net.parameters() if kind != "v2" or not one.stop_gradient]  # split_param takes no frozen ones
-    optimizer = paddle.optimizer.AdamW(scheduler, parameters=stepped, weight_decay=0.1, grad_clip=clip)
-    return Training(kind, net, *_wrapped(kind, net, optimizer), scheduler)
+    clip = None if form in ("2", "3") or half else nn.ClipGradByGlobalNorm(1.0)  # theirs moves to a GPU
+    stepped = [one for one in net.parameters() if form != "v2" or not one.stop_gradient]  # split_param takes no frozen ones
+    optimizer = MasterAdamW(scheduler, parameters=stepped, weight_decay=0.1, grad_clip=clip, multi_precision=bool(half))
+    made = Training(form, net, *_wrapped(form, net, optimizer), scheduler)
+    if half:
+        compute_in_float32(net)
+    return made
 
 
-def _wrapped(kind: str, net: Any, optimizer: Any) -> tuple[Any, Any]:
-    if kind in ("2", "3"):
+def _wrapped(form: str, net: Any, optimizer: Any) -> tuple[Any, Any]:
+    if form in ("2", "3"):
         gloo.allow_group_sharded()
-        if kind == "3":
+        if form == "3":
             return GroupShardedStage3(net, optimizer=optimizer, device="cpu", segment_size=SEGMENT), optimizer
         optimizer = GroupShardedOptimizerStage2(params=optimizer._parameter_list, optim=optimizer, device="cpu")
         return GroupShardedStage2(net, optimizer, device="cpu"), optimizer
-    if kind == "plain":
+    if form == "plain":
         return net, optimizer
-    if kind == "v2":  # without main_grad, gradients of a CPU leave the communication buffers at the first clear_grad()
+    if form == "v2":  # without main_grad, gradients of a CPU leave the communication buffers at the first clear_grad()
         mix_precision_utils.MixPrecisionLayer(net)
         optimizer = mix_precision_utils.MixPrecisionOptimizer(optimizer)
     return fleet.distributed_model(net), fleet.distributed_optimizer(optimizer)
@@ -151,7 +183,7 @@ def _pipeline() -> Any:
 
 def rows(step: int, kind: str) -> Any:
     """The rows of a step: those of all ranks differ where ranks share the data."""
-    rank = 0 if kind in ("tp", "pp", "pipeline", "plain") else paddle.distributed.get_rank()
+    rank = 0 if kind.partition("-")[0] in SHARED_ROWS else paddle.distributed.get_rank()
     made = np.random.RandomState(1000 * step + rank).randint(0, VOCABULARY, (ROWS, 5))
     return paddle.to_tensor(made)
 

@@ -8,7 +8,6 @@ on; `differ:KIND:RUN` saves what has to be refused. KIND is one of `fleet_traini
 from __future__ import annotations
 
 import argparse
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -84,9 +83,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path)
     parser.add_argument("action")
     chosen = parser.parse_args()
-    gloo.place(
-        int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("MASTER_PORT", "0"))
-    )
+    gloo.place()
     what, kind, run = chosen.action.split(":")
     {"make": make, "read": read, "differ": differ}[what](kind, run, chosen.work)
 

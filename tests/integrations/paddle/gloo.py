@@ -29,6 +29,15 @@ from paddle.distributed.fleet.utils import hybrid_parallel_util, tensor_fusion_h
 from tests.daemons import free_port
 
 ALIGNMENT = 256  # bytes, as on a GPU
+# What torchrun tells a rank, and no launcher of Paddle.
+OF_TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)
 
 
 class Done:
@@ -38,19 +47,13 @@ class Done:
         return True
 
 
-def place(rank: int, world: int, port: int) -> None:
-    """What paddle.distributed.launch tells a process; a single one is told nothing."""
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_RESTART_COUNT",
-    ):
-        os.environ.pop(name, None)  # those of torchrun, which are not there either
+def place() -> None:
+    """Tell a rank of `tests.integrations.resuming` what paddle.distributed.launch would; one that it started knows that."""
+    told = {name: os.environ.pop(name, None) for name in OF_TORCHRUN}
+    world, rank = int(told["WORLD_SIZE"] or 1), int(told["RANK"] or 0)
     if world == 1:
         return
+    port = int(os.environ["MASTER_PORT"])
     ends = [f"127.0.0.1:{port + number}" for number in range(world)]
     os.environ |= {"PADDLE_TRAINER_ID": str(rank), "PADDLE_TRAINERS_NUM": str(world), "PADDLE_LOCAL_SIZE": str(world)}
     os.environ["PADDLE_RANK_IN_NODE"] = str(rank)

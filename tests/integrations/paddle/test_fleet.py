@@ -6,20 +6,26 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.paddle.pair_suite import PairSuite, launch
 from tests.integrations.resuming import end, start
-from tests.suites.adapter_suite import AdapterSuite, Case
+from tests.suites.adapter_suite import Case
 
 SCRIPT = "tests.integrations.paddle.fleet_worlds"
 START_S = 900.0  # of an action, on a machine that is busy
 # The kind and the number of ranks that save, and those that restore.
 WORLDS = {
     ("plain", 1): [("tp", 2), ("v2", 2)],
+    ("plain-half", 1): [("v2-half", 2), ("tp-half", 2)],
     ("dp", 2): [("plain", 1)],
     ("tp", 2): [("tp", 2), ("plain", 1)],
+    ("tp-half", 2): [("plain-half", 1)],
     ("v1", 2): [("v1", 2), ("v2", 2)],
+    ("v1-half", 2): [("v2-half", 2), ("plain-half", 1)],
     ("v2", 2): [("v2", 2), ("3", 2), ("plain", 1)],
+    ("v2-half", 2): [("3-half", 2), ("plain-half", 1)],
     ("2", 2): [("2", 2), ("v1", 2)],
     ("3", 2): [("3", 2), ("tp", 2)],
+    ("3-half", 2): [("3-half", 2), ("plain-half", 1)],
     ("pp", 2): [("pp", 2), ("pipeline", 1)],
     ("pipeline", 1): [("pp", 2)],
 }
@@ -48,11 +54,24 @@ def test_stages_whose_shared_weight_differs_save_nothing(tmp_path: Path) -> None
     act("differ:pp:run", tmp_path, 2)
 
 
-class TestFleet(AdapterSuite):
+class TestFleet(PairSuite):
+    """The first is killed as often as --kills says; a start takes most of the time."""
+
     SCRIPT = "tests.integrations.paddle.fleet_train"
     KILLED = (
-        Case("split parameters", "--kind v2", 2),
-        Case("tensor parallelism", "--kind tp", 2, kills=2),
-        Case("pipeline", "--kind pp", 2, kills=2),
-        Case("stage 3", "--kind 3", 2, kills=2),
+        Case("data parallelism", "--kind dp --steps 200 --every 3", 2),
+        Case("split parameters", "--kind v2", 2, kills=2),
+        Case("stage 1, masters", "--kind v1-half", 2, kills=2),
+        Case("stage 2, masters", "--kind 2-half", 2, kills=2),
+        Case("stage 3, masters", "--kind 3-half", 2, kills=2),
+        Case("tensor parallelism, masters", "--kind tp-half", 2, kills=2),
+        Case("pipeline, masters", "--kind pp-half", 2, kills=2),
     )
+
+
+class TestLaunchedFleet(PairSuite):
+    """By Paddle's launcher."""
+
+    SCRIPT = TestFleet.SCRIPT
+    START = staticmethod(launch)
+    KILLED = (Case("split parameters, masters", "--kind v2-half --steps 200 --every 3", 2),)

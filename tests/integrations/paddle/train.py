@@ -20,25 +20,19 @@ from paddle.amp import grad_scaler
 from paddle.nn import functional
 
 from holdfast.integrations import paddle as holdfast_paddle
+from tests.integrations.paddle.half import MasterAdamW, compute_in_float32
 from tests.integrations.recording import Record
 
 STEPS, SAVE_EVERY, ROWS, BATCH, ACCUMULATED = 200, 3, 96, 4, 2
 WORDS, WIDTH = 32, 16
 
 
-class Half(nn.Linear):
-    """A Linear that computes in float32: Paddle has no matrix product of bfloat16 on a CPU."""
-
-    def forward(self, x: Any) -> Any:
-        return functional.linear(x, self.weight.astype("float32"), self.bias.astype("float32"))
-
-
 class Block(nn.Layer):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value, self.out = (Half(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = Half(WIDTH, 2 * WIDTH), Half(2 * WIDTH, WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Any) -> Any:
@@ -53,29 +47,16 @@ class Model(nn.Layer):
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.LayerList([Block() for _ in range(2)])
-        self.idle = Half(WIDTH, 2)  # in no forward: it gets no gradient and no accumulators
-        self.head = Half(WIDTH, WORDS)
+        self.idle = nn.Linear(WIDTH, 2)  # in no forward: it gets no gradient and no accumulators
+        self.head = nn.Linear(WIDTH, WORDS)
         self.register_buffer("seen", paddle.zeros([1], dtype="int64"))
 
     def forward(self, words: Any) -> Any:
         self.seen += words.shape[0]
-        x = self.embed(words).astype("float32")
+        x = self.embed(words)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-class AdamW(paddle.optimizer.AdamW):
-    """Paddle's kernel on a CPU steps no bfloat16: here it steps the master, and the weight is rounded from that."""
-
-    def _append_optimize_op(self, block: Any, param_and_grad: Any) -> Any:
-        parameter, gradient = param_and_grad
-        master = self._master_weights.get(parameter.name)
-        if master is None:
-            return super()._append_optimize_op(block, param_and_grad)
-        super()._append_optimize_op(block, (master, gradient.astype("float32")))
-        parameter.set_value(master.astype(parameter.dtype))
-        return None
 
 
 class Scaler(paddle.amp.GradScaler):
@@ -125,10 +106,9 @@ def train(work: Path, how: str) -> None:
     model = Model()
     rate = paddle.optimizer.lr.LinearWarmup(paddle.optimizer.lr.CosineAnnealingDecay(0.01, STEPS), 10, 0.0, 0.01)
     if how == "half":
-        for layer in model.sublayers():
-            if isinstance(layer, Half):
-                layer.to(dtype="bfloat16")
-    optimizer = AdamW(
+        model.to(dtype="bfloat16")
+        compute_in_float32(model)
+    optimizer = MasterAdamW(
         rate,
         parameters=model.parameters(),
         weight_decay=0.05,

@@ -64,16 +64,6 @@ class HalfNet(nn.Layer):
         return functional.cross_entropy(logits, labels), logits
 
 
-class MasterAdamW(paddle.optimizer.AdamW):
-    """Paddle's kernel on a CPU steps no bfloat16: here it steps the master, and the weight is rounded from that."""
-
-    def _append_optimize_op(self, block: Any, param_and_grad: Any) -> Any:
-        parameter, gradient = param_and_grad
-        master = self._master_weights[parameter.name]
-        super()._append_optimize_op(block, (master, gradient.astype("float32")))
-        parameter.set_value(master.astype(parameter.dtype))
-
-
 def small_llama() -> LlamaForCausalLM:
     """About ten thousand parameters, with dropout in PaddleFormers."""
     paddle.seed(0)

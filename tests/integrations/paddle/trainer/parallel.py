@@ -5,11 +5,9 @@ PaddleFormers reads the ranks while it is imported, so they are placed before.
 
 from __future__ import annotations
 
-import os
-
 from tests.integrations.paddle import gloo
 
-gloo.place(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("MASTER_PORT", "0")))
+gloo.place()
 gloo.complete()
 
 import argparse  # noqa: E402

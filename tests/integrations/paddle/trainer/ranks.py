@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 from tests.integrations.paddle import gloo
 
 
 def main() -> None:
-    about = os.environ
-    gloo.place(int(about.get("RANK", "0")), int(about.get("WORLD_SIZE", "1")), int(about.get("MASTER_PORT", "0")))
+    gloo.place()
     gloo.complete()
     from tests.integrations.paddle.trainer import train
 

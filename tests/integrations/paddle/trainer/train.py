@@ -19,8 +19,9 @@ from holdfast.integrations.paddleformers import attach
 from holdfast.link import roots
 from tests.integrations.paddle import fleet_trainings, fleet_worlds
 from tests.integrations.paddle.fleet_trainings import Training
-from tests.integrations.paddle.trainer.library import Trainer, TrainerCallback, TrainingArguments
-from tests.integrations.paddle.trainer.models import ROWS, MasterAdamW, Sentences, Stream, half_net, small_llama
+from tests.integrations.paddle.half import MasterAdamW
+from tests.integrations.paddle.trainer.library import IS_PADDLENLP, Trainer, TrainerCallback, TrainingArguments
+from tests.integrations.paddle.trainer.models import ROWS, Sentences, Stream, half_net, small_llama
 from tests.integrations.recording import Record
 
 
@@ -86,7 +87,9 @@ def arguments(options: argparse.Namespace) -> TrainingArguments:
         if options.half
         else {}
     )
-    sharding = {"sharding": "stage1", "split_param": options.split} if options.sharded else {}
+    sharding: dict[str, Any] = {"sharding": "stage1" if options.sharded else ""}  # stage 1 is PaddleFormers' default
+    if not IS_PADDLENLP:
+        sharding["split_param"] = options.split
     if options.sharded and not options.half:
         sharding["max_grad_norm"] = 0.0  # else the Trainer sets attributes that only MixPrecisionOptimizer has
     return TrainingArguments(
