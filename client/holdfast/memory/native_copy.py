@@ -219,6 +219,14 @@ def _noted(parts: Sequence[Noted], stretch: int, seed: int, columns: list[int]) 
     return values
 
 
+def words_at(places: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The values at places in memory: rows of address and length, of up to eight bytes. Needs the library."""
+    table, values = np.zeros((len(places), 3), np.uint64), np.empty(len(places), np.uint64)
+    table[:, 1:] = places
+    _library.holdfast_note(table.ctypes.data, len(table), WORD_BYTES, 0, values.ctypes.data)
+    return values
+
+
 def _words(arrays: Sequence[NDArray[np.uint8]], stretch: int, seed: int) -> NDArray[np.uint64]:
     """The word of each stretch of these bytes."""
     found, number = [np.empty(0, np.uint64)], 0
@@ -238,12 +246,12 @@ def places(size: int, stretch: int, seed: int, number: int) -> NDArray[np.uint64
     """The places of the noted words in so many bytes, one per stretch, counted from word `number` on."""
     begins = np.arange(0, size, stretch, dtype=np.uint64)
     words = (np.minimum(size - begins, np.uint64(stretch)) + np.uint64(WORD_BYTES - 1)) // np.uint64(WORD_BYTES)
-    drawn = _mix(np.arange(number, number + len(begins), dtype=np.uint64) + np.uint64(seed))
+    drawn = mix(np.arange(number, number + len(begins), dtype=np.uint64) + np.uint64(seed))
     at = begins + np.uint64(WORD_BYTES) * ((drawn >> np.uint64(32)) * words >> np.uint64(32))
     return np.minimum(at, np.uint64(max(size - WORD_BYTES, 0)))
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """`replica_claims.mix` for many numbers."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

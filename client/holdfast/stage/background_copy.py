@@ -18,15 +18,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
-from operator import length_hint
-from typing import Any, NamedTuple, Protocol
+from itertools import accumulate, chain, compress
+from operator import length_hint, not_
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from holdfast.memory import native_copy
+from holdfast.stage.strided_moves import Pair, StridedMoves
 from holdfast.threads import own_threads
 from holdfast.threads.latch import Latch
 from holdfast_formats import digest
@@ -36,6 +37,7 @@ BATCH_BYTES = 8 * 2**20  # small enough that two threads end at about the same t
 BATCH_MOVES_MAX = 512
 HELPERS_MAX = 7  # of a fence: a few cores use all of memory's bandwidth
 WORDS = 2**16  # that `save()` reads: each is on a page of its own, and costs some 50 ns
+CUT_ROWS = 64  # parts of a matrix have a multiple of this many rows, so that all begin at a line of the cache
 STRETCH_BYTES_MIN, STRETCH_BYTES_MAX = 2**9, 2**15  # per word: a change of 64 KiB in a row is always detected
 _HINT = "change tensors in optimizer.step(), or call fence() before changing them, or save with wait='staged'"
 
@@ -66,19 +68,26 @@ class Lateness:
         self.allowed = True
 
 
+class _TrackMoves(NamedTuple):
+    """The moves of a track: of contiguous memory, and of other memory."""
+
+    plain: list[tuple[Move, Pair]]
+    strided: list[tuple[Move, Pair]]
+
+
 class Track:
     """Moves that are copied together and compared before and after, with the views needed for this.
 
     A track is made once and used by every save, by one save at a time. With `lateness`, the tensors are frozen.
     """
 
-    def __init__(self, moves: Sequence[Move], stretch: int, lateness: Lateness | None = None) -> None:
-        pairs = [(move, (move.target.numpy(), move.source.numpy())) for move in moves]
-        plain = [(move, pair) for move, pair in pairs if native_copy.is_plain(*pair)]
-        other = [(move, pair) for move, pair in pairs if not native_copy.is_plain(*pair)]
-        self.moves = [move for move, _ in (*plain, *other)]
-        self.plain = native_copy.Noted([pair for _, pair in plain], stretch)
-        self._other = [_Strided(*pair, stretch) for _, pair in other]
+    def __init__(
+        self, moves: _TrackMoves, strided: StridedMoves, first: int, stretch: int, lateness: Lateness | None = None
+    ) -> None:
+        """The strided moves are those of `strided` from number `first` on."""
+        self.moves = [move for move, _ in (*moves.plain, *moves.strided)]
+        self.plain = native_copy.Noted([pair for _, pair in moves.plain], stretch)
+        self.strided, self._numbers = strided, range(first, first + len(moves.strided))
         self._lateness = lateness
         self._kept: list[int] | None = None  # the versions that were found in the slot
 
@@ -99,17 +108,13 @@ class Track:
         """Slot or tensors have other bytes than at the last save."""
         self._kept = None
 
-    def note_other(self, seed: int) -> None:
-        for number, other in enumerate(self._other):
-            other.note(seed + number)
-
     def copy(self, versions: list[int]) -> list[bool]:
         """Copy everything, with one core; return for each move whether its source is seen to differ from what was noted,
         when it had these versions.
         """
         plain = self.plain.copy(renew=self._lateness is not None)
-        self._kept = None if self._other or plain.wrote.any() else versions
-        return [*plain.changed.tolist(), *(other.copy() for other in self._other)]
+        self._kept = None if self._numbers or plain.wrote.any() else versions
+        return [*plain.changed.tolist(), *map(self.strided.copy, self._numbers)]
 
     def compare(self) -> None:
         """Raise `TornSnapshot` with the names of tensors that are not in the slot."""
@@ -135,34 +140,14 @@ def _octets(move: Move, live: bool) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-class _Strided:
-    """A move of memory that is not contiguous: one element is noted of as many as there are words in a stretch."""
-
-    def __init__(self, target: NDArray[Any], source: NDArray[Any], stretch: int) -> None:
-        self._target, self._source = target, source
-        self._every = stretch
-        self._places: tuple[NDArray[Any], ...] = ()
-        self._before = self._source[:0]
-
-    def note(self, seed: int) -> None:
-        words = native_copy.places(self._source.size * native_copy.WORD_BYTES, self._every, seed, 0)
-        self._places = np.unravel_index((words // native_copy.WORD_BYTES).astype(np.int64), self._source.shape)
-        self._before = self._source[self._places]
-
-    def copy(self) -> bool:
-        np.copyto(self._target, self._source)
-        return not np.array_equal(self._before, self._source[self._places])
-
-
 class _Batch:
     """The copy of one track for one save."""
 
-    def __init__(self, track: Track, seed: int, full: bool) -> None:
+    def __init__(self, track: Track, full: bool) -> None:
         """Record the version of every tensor, and with `full` a digest of all its bytes."""
         self._track = track
         self._versions = track.versions
         self._digests = track.digests(live=True) if full else None
-        track.note_other(seed)
 
     def do(self) -> None:
         """Copy; raise `TornSnapshot` with tensor names if the copy differs from the state at the call of `save()`."""
@@ -236,9 +221,11 @@ class BackgroundCopy:
         alike = zip(waiting, native_copy.alike([track.plain for track in waiting], seed), strict=True)
         compared = {id(track): track for track, same in alike if same}
         copied = [track for track in tracks if id(track) not in compared]
-        batches = [_Batch(track, seed + (number << 20), full) for number, track in enumerate(copied)]
+        batches = [_Batch(track, full) for track in copied]
         for stretch in {track.plain.stretch for track in copied}:
             native_copy.note([track.plain for track in copied if track.plain.stretch == stretch], seed)
+        for strided in {id(track.strided): track.strided for track in copied}.values():
+            strided.note(seed)
         self._first, self._late = _Part([*before, *batches]), _Part(list(map(_Comparison, compared.values())))
         self._errors: list[CheckpointError] = []
         self._on_end = on_end
@@ -330,7 +317,16 @@ def lay_tracks(moves: Sequence[Move], lateness: Lateness | None = None) -> list[
         cut[-1].append(move)
         room -= size
     stretch = stretch_of(sum(move.nbytes for move in moves))
-    return [Track(part, stretch, lateness) for part in cut]
+    parts = list(map(_told_apart, cut))
+    strided = StridedMoves([pair for part in parts for _, pair in part.strided], stretch)
+    firsts = accumulate((len(part.strided) for part in parts), initial=0)
+    return [Track(part, strided, first, stretch, lateness) for part, first in zip(parts, firsts, strict=False)]
+
+
+def _told_apart(moves: Sequence[Move]) -> _TrackMoves:
+    pairs = [(move, (move.target.numpy(), move.source.numpy())) for move in moves]
+    plain = [native_copy.is_plain(*pair) for _, pair in pairs]
+    return _TrackMoves(list(compress(pairs, plain)), list(compress(pairs, map(not_, plain))))
 
 
 def stretch_of(nbytes: int) -> int:
@@ -339,9 +335,10 @@ def stretch_of(nbytes: int) -> int:
 
 
 def _parts(move: Move) -> list[Move]:
-    """Cut a large contiguous move into several, so that threads can share it."""
-    if move.nbytes <= BATCH_BYTES or move.source.dim() != 1:
+    """Cut a large move into several, so that threads can share it."""
+    if move.nbytes <= BATCH_BYTES:
         return [move]
-    step = BATCH_BYTES // move.source.element_size()
-    starts = range(0, move.source.numel(), step)
+    rows = len(move.source)
+    step = max(BATCH_BYTES // (move.nbytes // rows) // CUT_ROWS, 1) * CUT_ROWS
+    starts = range(0, rows, step)
     return [Move(move.name, move.source[at : at + step], move.target[at : at + step]) for at in starts]

@@ -124,12 +124,16 @@ def torn_by(tensor: torch.Tensor, change: Callable[[], object], full: bool) -> b
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("megabytes", [1, 24, 96])
-def test_64_kib_in_a_row_never_change_unseen(megabytes: int) -> None:
-    """Wherever they stand, and however large the state around them: rows of a table that are written past torch."""
+def test_64_kib_in_a_row_never_change_unseen(megabytes: int, turned: bool) -> None:
+    """Wherever they stand, and however large the state around them: rows of a table that are written past torch. Also where
+    the table is stored transposed.
+    """
     table = torch.zeros(megabytes * 2**20 // 256, 64)
     for first in np.random.default_rng(megabytes).integers(0, len(table) - 256, 20 if megabytes < 96 else 4).tolist():
-        assert torn_by(table, lambda first=first: table.data[first : first + 256].numpy().__iadd__(1), full=False)
+        stored = table.t() if turned else table
+        assert torn_by(stored, lambda first=first: table.data[first : first + 256].numpy().__iadd__(1), full=False)
 
 
 @pytest.mark.usefixtures("way")
