@@ -43,6 +43,7 @@ from holdfast_formats.region import Shape
 Group = Mapping[str, Any]
 Kept = Mapping[str, Any]  # what an optimizer keeps of a parameter, by key
 
+_WHOLE = (torch.Tensor, Fragment)
 _PLAIN = (bool, int, float, str, type(None))  # immutable values, compared by their `repr`
 
 
@@ -150,7 +151,7 @@ class ShardedOptimizer(NamedTuple):
             return False
         now = self.shards.state()
         return now.keys() == self.given.keys() and all(
-            now[name].keys() == before.keys() and all(_same(now[name][key], before[key]) for key in before)
+            now[name].keys() == before.keys() and all(map(_same, map(now[name].__getitem__, before), before.values()))
             for name, before in self.given.items()
         )
 
@@ -345,7 +346,7 @@ def _is_master(weight: Storable, key: str, value: Storable) -> bool:
 
 
 def _same(now: Any, before: Any) -> bool:
-    if isinstance(before, torch.Tensor | Fragment):
+    if isinstance(before, _WHOLE):
         return now is before
     if holds_fragments(before):
         return holds_fragments(now) and len(now) == len(before) and all(map(is_, now, before))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.integrations.paddle.contents import TensorContents, contents_of
+from holdfast.integrations.paddle.contents import TensorContents, contents_of, size_of
 
 SAMPLED = 8  # parameters whose gradients are watched: the smallest
 
@@ -33,7 +33,7 @@ class WatchedGradients(torch.Tensor):
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         if not self._chosen:
             trained = (one for one in _parameters(self._optimizer) if not one.stop_gradient)
-            self._chosen = nsmallest(SAMPLED, trained, key=lambda one: one.size)
+            self._chosen = nsmallest(SAMPLED, trained, key=size_of)
         now = [gradient for gradient in map(_gradient, self._chosen) if gradient is not None]
         if len(now) != len(self._seen) or not all(map(TensorContents.is_of, self._seen, now)):
             self._seen, self._stands_for = list(map(contents_of, now)), torch.empty(0)

@@ -47,18 +47,17 @@ def groups_of(
     optimizer = sharding.inner
     rate = float(optimizer.get_lr())
     for number, (given, members) in enumerate(sharding.groups()):
-        parts: dict[str, list[Stepped]] = {}
+        parts: dict[tuple[float, bool], list[Stepped]] = {}
         for one in filter(takes, members):
-            parts.setdefault(_key(number, _multiple(optimizer, one.kept), _decays(optimizer, one.kept)), []).append(one)
-        for key in others:
-            if json.loads(key)[0] == number:
-                parts.setdefault(key, [])
-        for key, stepped in parts.items():
-            _, multiple, decays = json.loads(key)
+            parts.setdefault((_multiple(optimizer, one.kept), _decays(optimizer, one.kept)), []).append(one)
+        for other, multiple, decays in map(json.loads, others):
+            if other == number:
+                parts.setdefault((multiple, decays), [])
+        for (multiple, decays), stepped in parts.items():
             hyper = {**_hyper(optimizer, given), _LR: rate * multiple}
             if not decays:
                 hyper[_DECAY] = 0.0
-            found.append(ParameterGroup(key, stepped, hyper, given, multiple, decays))
+            found.append(ParameterGroup(_key(number, multiple, decays), stepped, hyper, given, multiple, decays))
     return found
 
 

@@ -21,21 +21,19 @@ from holdfast_formats.region import Shape
 
 
 class _Seen(NamedTuple):
-    tensor: Any  # of Paddle
-    address: int
-    dtype: object
-    shape: list[int]
-    strides: list[int]
+    """A tensor of Paddle, its form, and its view. Two dtypes are compared as parts of a form: Paddle's own `==` is slow."""
+
+    tensor: Any
+    form: tuple[object, ...]
     view: torch.Tensor
 
     def is_of(self, tensor: Any) -> bool:
-        return (
-            tensor is self.tensor
-            and tensor.data_ptr() == self.address
-            and tensor.dtype == self.dtype
-            and tensor.shape == self.shape
-            and tensor.strides == self.strides
-        )
+        return tensor is self.tensor and _form(tensor) == self.form
+
+
+def _form(tensor: Any) -> tuple[object, ...]:
+    """Address, dtype, shape and strides."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.strides
 
 
 class Views:
@@ -53,8 +51,7 @@ class Views:
             view = view_of(name, tensor)
             view = view.t() if turned and view.dim() == 2 else view
             view = nn.Parameter(view, requires_grad=False) if parameter else view
-            seen = _Seen(tensor, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.strides, view)
-            self._seen[name] = seen
+            seen = self._seen[name] = _Seen(tensor, _form(tensor), view)
         return seen.view
 
     def keep(self, names: Mapping[str, object]) -> None:
@@ -149,9 +146,10 @@ class LayerViews:
         parameters: dict[str, torch.Tensor] = {name: other.tensor for name, other in self._empty.items()}
         buffers: dict[str, torch.Tensor] = {}
         for name, tensor in self.tensors.items():
+            trainable = is_parameter(tensor)
             turned = self.places.adapter is not None and self.places.place(name, tensor).turned
-            view = self._views.of(name, self.places.held(name, tensor), is_parameter(tensor), turned)
-            if isinstance(view, nn.Parameter):
+            view = self._views.of(name, self.places.held(name, tensor), trainable, turned)
+            if trainable:
                 trained = not tensor.stop_gradient and (view.is_floating_point() or view.is_complex())
                 if view.requires_grad != trained:
                     view.requires_grad_(trained)
