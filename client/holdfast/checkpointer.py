@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
+from holdfast.layout import model_form
 from holdfast.layout.declared import declare
 from holdfast.layout.rules_choice import LayoutSource, ParallelLayout
 from holdfast.link.checkpoint_links import CheckpointLinks
@@ -134,10 +135,10 @@ class Checkpointer:
     ) -> None:
         self.run = naming.check_run(run)
         options.check(slots, policy, file_bytes_max, keep_last, model)
-        daemon, laid_out = address.place(at), options.declared_layout(layout)
-        self._policy, self._launch = policy, launches.current(run)
-        launch = self._launch
-        asset_bytes = asset_files.collect(assets) if launch.rank == 0 or laid_out is not None else {}
+        laid_out, files = model_form.completed(state, options.declared_layout(layout), assets)
+        daemon, self._policy = address.place(at), policy
+        launch = self._launch = launches.current(run)
+        asset_bytes = asset_files.collect(files) if launch.rank == 0 or laid_out is not None else {}
         declared = None if laid_out is None else declare(laid_out, launch, asset_bytes)
         self._state = TrainState(state, launch.rank, launch.world, declared)
         rounded = None if model is None else FromMasters(state)

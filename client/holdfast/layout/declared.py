@@ -57,7 +57,7 @@ from holdfast_formats.layout import declared, language, rank_tensors, successors
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.layout.rules import Rules
-from holdfast_formats.programs import AUTO, CompiledProgram, Program, compile_program, remade
+from holdfast_formats.programs import AUTO, CompiledProgram, Program, compile_program, placements, remade
 from holdfast_formats.region import Shape
 
 _SHARED_FROM_STAGE = {MODEL: 3, MASTER: 1, EMA: 3}  # from this stage on no tensor of the group is whole, known or not
@@ -88,7 +88,7 @@ class DeclaredLayout:
         self._saved: SavedPlaces | None = None
         if program is not None:
             self._saved = SavedPlaces(program, self.layout, self.rank, self.config, self._extra)
-            self._placement = f"{self._placement} through program {program.name}".strip()
+            self._placement = placements.through(self._placement, program)
         self._counts = SharedCounts()
         self._groups: dict[str, Group] = {}
         self._made: dict[Key, tuple[tuple[Leaf, ...], Leaf]] = {}
@@ -325,7 +325,9 @@ class DeclaredLayout:
         alone = all(leaf.alone for leaf, _ in sources)
         frozen = all(leaf.frozen for leaf, _ in sources)
         held = tuple(pieces.values())
-        return Leaf(spec.group, spec.name, spec.dtype, spec.shape, held, self._placement, alone=alone, frozen=frozen)
+        turned = self._saved is not None and self._saved.turns(spec)
+        placement = placements.of_shape(self._placement, spec.shape, turned)
+        return Leaf(spec.group, spec.name, spec.dtype, spec.shape, held, placement, alone=alone, frozen=frozen)
 
 
 def declare(given: ParallelLayout, launch: Launch, assets: Mapping[str, bytes]) -> DeclaredLayout:

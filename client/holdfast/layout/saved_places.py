@@ -114,6 +114,10 @@ class SavedPlaces:
         ties = {alias: name for alias, name in known.items() if any(alias in one.stored for one in whole_tensors.values())}
         return {name: one.tied(ties) for name, one in whole_tensors.items()}, ties
 
+    def turns(self, spec: TensorSpec) -> bool:
+        """Whether the live tensors have the dimensions of this stored one in another order."""
+        return owner_of(spec.group, spec.name) in self._saved.turned
+
     def kept(self, local: Specs, live: Live) -> Places:
         rules = self._rules()
         dtypes = {name: dtype for name, (dtype, _) in local.items()}

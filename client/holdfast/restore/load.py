@@ -29,7 +29,7 @@ from holdfast.state.masters import Masters
 from holdfast.state.train_state import OfferedLeaves, TrainState
 from holdfast.tensors.casting import check as check_casts
 from holdfast.tensors.casting import leaves_apart
-from holdfast.tensors.leaves import Leaf, covers, is_ignored
+from holdfast.tensors.leaves import Key, Leaf, covers, is_ignored
 from holdfast.tensors.live_pieces import LivePiece
 from holdfast.tensors.matching import LISTED_MAX, MatchedLeaves
 from holdfast.tensors.torch_dtypes import UNSIGNED, as_integers
@@ -150,7 +150,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         groups = None if groups is None else set(groups) - {EMA}
     with program_hint.named(stored, reader, (layout and language.text(layout)) or f"dp={launch.world}"):
         restoration = _prepared(state, stored, groups, wanted)
-    _check_assumed(state, reader.contents, {leaf.group for leaf in restoration.leaves})
+    _check_program(state, reader.contents, {leaf.key for leaf in restoration.leaves})
 
     def fill_apart(leaves: Sequence[Leaf]) -> None:
         apart = targets_of([_own(leaf, reader.contents, own) for leaf in leaves])
@@ -219,12 +219,15 @@ def _shown(what: str, size: int, rank: int) -> Iterator[Callable[[int], None]]:
         yield partial(bar.advance, bar.task_ids[0])
 
 
-def _check_assumed(state: TrainState, manifest: Manifest, groups: Set[str]) -> None:
-    """Check a mapping program's assumptions about the groups' tensors, before anything is overwritten."""
-    program = None if state.declared is None else state.declared.compiled
-    if program is not None:
-        for group in groups & manifest.tensors.keys():
-            remade.check_assumed(manifest, group, program)
+def _check_program(state: TrainState, manifest: Manifest, wanted: Set[Key]) -> None:
+    """Check a mapping program's assumptions about these tensors' groups, and that it turns the tensors as when they were
+    saved, before anything is overwritten.
+    """
+    declared = state.declared
+    if declared is not None and declared.program is not None and declared.compiled is not None:
+        for group in {group for group, _ in wanted} & manifest.tensors.keys():
+            remade.check_assumed(manifest, group, declared.compiled)
+        remade.check_turned(manifest, wanted, declared.compiled, declared.program)
 
 
 def _nothing() -> None: ...

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.layout.model_form import ModelForm
 from holdfast.state.modules import ModuleState, module_state
 from holdfast.tensors.fragments import Fragment, FragmentList, Storable, fragment_list, same_memory
 from holdfast_formats.errors import InvalidRequest
@@ -35,6 +36,7 @@ class Named:
             in `fnmatch`, or compiled regular expressions. The others are neither saved nor restored.
         shards: `shards(name, tensor)` returns Fragments of a partition that the framework keeps, or the tensor itself, and
             never a copy, because a restore writes into it.
+        form: How an adapter stores the model. A Checkpointer takes layout and assets from it.
 
     Raises:
         InvalidRequest: For anything but modules, and for a `rename`, `only` or `shards` of another type.
@@ -49,13 +51,14 @@ class Named:
         rename: Rename | None = None,
         only: Only | None = None,
         shards: Shards | None = None,
+        form: ModelForm | None = None,
     ) -> None:
         if shards is not None and not callable(shards):
             raise InvalidRequest(
                 f"shards= of Named must be a function, not a {type(shards).__name__}",
                 hint="pass a function of a name and a tensor, or leave shards= out",
             )
-        self._shards = shards
+        self._shards, self.form = shards, form
         self._kept_for_good: set[str] = set()  # names for which `shards` was seen to return the same memory twice
         self.modules = _modules(objects)
         self._rename = _check_rename(rename)

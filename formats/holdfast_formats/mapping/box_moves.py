@@ -35,6 +35,12 @@ class BoxMove(NamedTuple):
     def stepped(self) -> bool:
         return bool(self.step or self.target_step)
 
+    @property
+    def turns(self) -> bool:
+        """Whether the target has the source's dimensions in another order."""
+        axes = [axis for axis in self.axes if axis is not None]
+        return axes != sorted(axes)
+
 
 class MappedTensor(NamedTuple):
     """A tensor that is made of others. Unfilled elements are zeros, and only allowed with `padded`."""

@@ -8,7 +8,7 @@ a shard consists of parts of stored tensors, as without a program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from holdfast_formats.mapping.box_moves import BoxMove, MappedTensor, drawn
 from holdfast_formats.mapping.committed_files import same_bytes
 from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.near_names import one_of
+from holdfast_formats.programs import placements
 from holdfast_formats.programs.compilation import compile_program
 from holdfast_formats.programs.compiled import CompiledProgram
 from holdfast_formats.programs.document import Program
@@ -91,6 +92,20 @@ def check_assumed(manifest: Manifest, group: str, program: CompiledProgram) -> N
         lambda first, other: first.group != group or same_bytes(entry(first), entry(other)),
         lambda key: key.group != group or is_zeros(entry(key)),
     )
+
+
+def check_turned(
+    manifest: Manifest, wanted: Collection[tuple[str, str]], compiled: CompiledProgram, program: Program
+) -> None:
+    """`StateMismatch` for one of these tensors, by group and name, that was saved through a program between the same two
+    systems, which had its dimensions in another order.
+    """
+    for mapped in compiled.tensors.values():
+        for move in mapped.moves:
+            group, name = move.source
+            entry = manifest.tensors.get(group, {}).get(name)
+            if entry is not None and (group, name) in wanted:
+                placements.check(entry, name, program, move.turns)
 
 
 class RemadeTensors:

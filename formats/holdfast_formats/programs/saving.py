@@ -82,6 +82,7 @@ class SavedProgram:
         self.stored: dict[str, Shape] = {}  # the stored parameters that are known, by name
         self._learned: dict[str, Shape] = {}
         self.restored = False  # whether they are all of a checkpoint's
+        self.turned: frozenset[str] = frozenset()  # stored parameters whose dimensions are in another order in the live ones
         self._around: Environment | None = None
 
     def learn(self, stored: Mapping[str, Shape], config: Mapping[str, Any] | None) -> bool:
@@ -168,6 +169,7 @@ class SavedProgram:
                     hint="save with another Checkpointer, in its own run, without program=",
                     tensor=name,
                 )
+        self.turned = frozenset(move.source.name for one in around.held.values() for move in one.moves if move.turns)
         return around
 
     def _back(self, live: Mapping[str, Shape], whole: bool, rules: Rules, cut: bool) -> dict[str, Shape]:

@@ -366,7 +366,9 @@ def test_nothing_is_worked_out_again() -> None:
     found = rank_state(state, LLAMA, "", 0, "hf-megatron")
     first, second = found.snapshot(), found.snapshot()
     assert all(a is b for a, b in zip(first.leaves[: first.steady], second.leaves, strict=False))
-    assert {leaf.placement for leaf in first.leaves if leaf.group == "model"} == {"through program hf-megatron"}
+    assert {leaf.placement for leaf in first.leaves if leaf.group == "model"} == {
+        "through program hf-megatron, hf to megatron"
+    }
     state["optim"].state[next(iter(model.values()))] = {"momentum_buffer": torch.ones(30, 16)}
     third = {leaf.key: leaf for leaf in found.snapshot().leaves}
     assert all(third[leaf.key] is leaf for leaf in first.leaves[: first.steady])

@@ -8,8 +8,7 @@
         optimizer.step()
         attached.save(step)
 
-`state()` has the same for a `Checkpointer` of one's own. Give that one `layout=layout(model)`, at every save and restore: a
-square weight that was saved with it and is restored without it, or the other way round, is transposed and fits.
+`state()` has the same for a `Checkpointer` of one's own, which takes the model's mapping program and config.json from it.
 A Trainer of PaddleFormers saves and resumes by itself:
 
     trainer = holdfast_paddle.attach(Trainer(...), "run", at="/fast/checkpoints")
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from holdfast.integrations.paddle import entries
 from holdfast.integrations.paddle.attached import Attached
 from holdfast.integrations.paddle.entries import state
-from holdfast.integrations.paddle.layouts import assets, layout, with_model
+from holdfast.integrations.paddle.layouts import layout
 from holdfast_formats.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from holdfast.checkpointer_options import Options
     from holdfast.integrations.trainers.options import TrainerOptions
 
-__all__ = ["Attached", "assets", "attach", "layout", "state"]
+__all__ = ["Attached", "attach", "layout", "state"]
 
 AnyTrainer = TypeVar("AnyTrainer")
 
@@ -60,10 +59,10 @@ def attach(trained: Any, second: Any, run: str | None = None, /, **named: Any) -
     """Save this training to a Holdfast run, and restore it from there.
 
     Of a loop of your own: `attach(model, optimizer, "run", …)`. The checkpoints have Hugging Face's names and shapes, and
-    the model's config.json, unless `layout` is given: a `layout()` with another program, or None for Paddle's names and
-    shapes. `more` has further entries of the state, such as `{"progress": {"samples": 0}}`. `options` are those of
-    `Checkpointer`. A Trainer of PaddleFormers, which is returned:
-    `attach(trainer, "run", …)`, with the options of `holdfast.integrations.paddleformers.attach`.
+    the model's config.json; `layout=layout(model, program)` stores them through another program. `more` has further
+    entries of the state, such as `{"progress": {"samples": 0}}`. `options` are those of `Checkpointer`. A Trainer of
+    PaddleFormers, which is returned: `attach(trainer, "run", …)`, with the options of
+    `holdfast.integrations.paddleformers.attach`.
 
     Every rank calls it. Raises `InvalidRequest` for what cannot be saved.
     """
@@ -87,4 +86,4 @@ def _attached(
     more: Mapping[str, Any] | None = None,
     **options: Unpack[Options],
 ) -> Attached:
-    return Attached(run, entries.state(model, optimizer, scheduler, scaler, **(more or {})), with_model(options, model))
+    return Attached(run, entries.state(model, optimizer, scheduler, scaler, **(more or {})), options)

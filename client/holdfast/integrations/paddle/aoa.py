@@ -16,14 +16,11 @@ from holdfast_formats.programs.inverse_names import Counts, stored_names, way_ba
 from holdfast_formats.programs.names import NameIndex
 from holdfast_formats.programs.statements import Operand, ProgramStatement, parse_statements
 
-HINT = (
-    "pass layout=layout(model, program=…) with statements of your own (docs/programs.md), or layout=None, which stores "
-    "Paddle's names and shapes"
-)
+HINT = "pass a program of your own (docs/programs.md): layout=holdfast_paddle.layout(model, 'mine.toml')"
 _FUSED = frozenset({"fused_qkv", "fused_qkv_old", "fused_ffn"})
 _BY_RANK = frozenset({"fused_qkv_old", "fused_ffn"})
 _CASTS = ("dtype", "src_dtype", "dst_dtype")
-_SOURCE, _TARGET = "hf", "paddle"
+SOURCE, TARGET = "hf", "paddle"
 _HEAD = "lm_head.weight"
 
 
@@ -37,8 +34,8 @@ class LiveTensor(NamedTuple):
     turned: bool = False
 
 
-def made_program(name: str, texts: Iterable[str], live: Mapping[str, LiveTensor]) -> Program | None:
-    """The program that makes `live`, by their names, of Hugging Face's tensors; None if they are the same.
+def made_program(name: str, texts: Iterable[str], live: Mapping[str, LiveTensor]) -> Program:
+    """The program that makes `live`, by their names, of Hugging Face's tensors.
 
     `texts` are the model's own statements. A Linear weight that none of them makes is transposed; everything else keeps its
     name and shape. Raises `InvalidRequest` with the statement for one that Holdfast cannot read or invert.
@@ -47,10 +44,8 @@ def made_program(name: str, texts: Iterable[str], live: Mapping[str, LiveTensor]
         statements = _settled(_parsed(texts), live)
         made = _made(statements, live)
         turned = [f"{each}^T -> {each}" for each, one in live.items() if one.turned and each not in made]
-        if not turned and all(_is_identity(one) for one in statements):
-            return None
         rest = parse_statements("\n".join([*turned, "* -> *"]), ())
-        program = Program(name, _SOURCE, _TARGET, (*statements, *map(_optional, rest)))
+        program = Program(name, SOURCE, TARGET, (*statements, *map(_optional, rest)))
         stored_names(way_back(program), {each: one.shape for each, one in live.items()}, {}, Counts({}, frozenset()))
     except InvalidRequest as problem:
         raise InvalidRequest(f"program {name!r}: {problem.detail}", hint=HINT, **problem.members) from None
@@ -128,7 +123,3 @@ def _text(one: ProgramStatement) -> str | None:
 def _made(statements: Iterable[ProgramStatement], live: Mapping[str, LiveTensor]) -> set[str]:
     index = NameIndex(live)
     return {name for one in statements for pattern in _patterns(one) for name, _ in index.find(pattern)}
-
-
-def _is_identity(one: ProgramStatement) -> bool:
-    return one.plain and [pattern.text for pattern in _patterns(one)] == [_text(one)]

@@ -7,20 +7,25 @@ from functools import partial
 from typing import Any, TypeVar
 
 from holdfast.integrations.paddle import adapters
+from holdfast.integrations.paddle import program as programs
 from holdfast.integrations.paddle.documents import Scaler, Scheduler
 from holdfast.integrations.paddle.fleet.places import ParameterPlace
 from holdfast.integrations.paddle.fleet.ranks import RankTensor, announce, of_all_ranks
-from holdfast.integrations.paddle.fleet.wrappers import innermost
+from holdfast.integrations.paddle.fleet.wrappers import innermost, unwrapped
+from holdfast.integrations.paddle.layouts import form_of
 from holdfast.integrations.paddle.optimizer import PaddleOptimizer
 from holdfast.integrations.paddle.random_streams import PaddleStreams
 from holdfast.integrations.paddle.versions import check_version
 from holdfast.integrations.paddle.views import LayerViews, is_parameter
 from holdfast.launch import StartedRanks
+from holdfast.state.modules import EMA
 from holdfast.state.named import Named
 from holdfast_formats.errors import InvalidRequest
 
 Entry = TypeVar("Entry")
 MODEL, OPTIMIZER, SCHEDULER, SCALER, RANDOM = "model", "optimizer", "scheduler", "scaler", "paddle_random"
+# No program transposes the weights of layers beside the model. This entry keeps a state of torch from taking them.
+ORIENTATION, _IN_OUT = "linear_weights", "[in, out]"
 
 
 def state(model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any = None, **more: Any) -> dict[str, Any]:
@@ -56,8 +61,10 @@ def state(model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any 
     for key, value in objects.items():
         if key in layers:
             layer = layers[key]
-            plain = ranks is None and layer.places.adapter is None
-            entries[key] = layer.module if plain else Named(layer.module, shards=layer.shard if ranks else None)
+            form = form_of(value, layer) if value is model else None
+            entries[key] = Named(layer.module, shards=None if ranks is None else layer.shard, form=form)
+            if form is None and key != EMA and programs.turned(unwrapped(value).layer):
+                entries[f"{key}_{ORIENTATION}"] = _IN_OUT
         else:
             entries[key] = optimizers[key].shards if key in optimizers else _entry(value)
     return entries

@@ -1,4 +1,4 @@
-"""Options of a `Checkpointer` that follow from a live Paddle model: its mapping program and its config.json."""
+"""How a live Paddle model is stored: through its mapping program, with its config.json."""
 
 from __future__ import annotations
 
@@ -7,51 +7,61 @@ from typing import Any
 
 from holdfast.integrations.paddle import adapters
 from holdfast.integrations.paddle import program as programs
-from holdfast.integrations.paddle.aoa import LiveTensor
+from holdfast.integrations.paddle.aoa import SOURCE, TARGET, LiveTensor
 from holdfast.integrations.paddle.fleet.ranks import announce, of_all_ranks
 from holdfast.integrations.paddle.fleet.wrappers import unwrapped
 from holdfast.integrations.paddle.views import LayerViews
+from holdfast.layout.model_form import ModelForm
 from holdfast.layout.rules_choice import ParallelLayout, ProgramSource, program_of
-from holdfast.state import assets as asset_files
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.programs import Program
 
 
-def layout(model: Any, program: ProgramSource = None) -> ParallelLayout | None:
-    """The layout with which the checkpoints of a state of this model are Hugging Face's, for `Checkpointer(layout=…)`.
-
-    `program` is a mapping program in place of the model's own. None is returned where Paddle's names and shapes are Hugging
-    Face's, and of an adapter, which is stored as PEFT has it. Raises `InvalidRequest` for a model whose own statements
-    cannot be used.
+def layout(model: Any, program: ProgramSource) -> ParallelLayout:
+    """The layout that stores a model through a mapping program in place of its own, for `layout=` of `attach` and of a
+    `Checkpointer`.
     """
-    views = LayerViews(model)
-    if views.places.adapter is not None:
-        return None
-    chosen = programs.program_of(model, views.tensors, _of_all_ranks) if program is None else program_of(program)
-    return None if chosen is None else ParallelLayout(f"dp={_world()}", config=config(model), program=chosen)
+    chosen = program_of(program)
+    if chosen is None:
+        raise InvalidRequest(
+            "layout() was given no program", hint="layout(model, 'mine.toml'); the model's own needs no layout="
+        )
+    return _layout(model, LayerViews(model), chosen._replace(source=SOURCE, target=TARGET))
 
 
-def config(model: Any) -> Mapping[str, Any] | None:
-    """What `layout` tells of the model: its config.json, None if it has none."""
+def form_of(model: Any, views: LayerViews) -> ModelForm:
+    """How a model is stored without `layout=`: through its own program, beside its config.json, if it has one. An adapter
+    goes through none: it is stored as PEFT has it.
+
+    The layout raises `InvalidRequest` for a model whose own statements cannot be used.
+    """
+
+    def own_layout() -> ParallelLayout | None:
+        if views.places.adapter is not None:
+            return None
+        return _layout(model, views, programs.program_of(model, views.tensors, _of_all_ranks))
+
+    return ModelForm(own_layout, lambda: _assets(model, views))
+
+
+def _layout(model: Any, views: LayerViews, program: Program) -> ParallelLayout:
+    return ParallelLayout(f"dp={_world()}", config=_config(model, views), program=program)
+
+
+def _config(model: Any, views: LayerViews) -> Mapping[str, Any] | None:
+    """The model's config.json, None if it has none."""
     found = programs.config_of(unwrapped(model).layer)
-    return None if found is None else programs.values_of(model, found, LayerViews(model).tensors)
+    return None if found is None else programs.values_of(model, found, views.tensors)
 
 
-def assets(model: Any) -> dict[str, Any]:
-    """The model's config.json in Hugging Face's form, for `Checkpointer(assets=…)`; nothing for a model without a config.
+def _assets(model: Any, views: LayerViews) -> dict[str, Any]:
+    """The model's config.json in Hugging Face's form; nothing for a model without a config.
 
     Of a LoRAModel also the adapter's configurations, as PEFT and as PaddleFormers read them.
     """
-    known = config(model)
-    layer = unwrapped(model).layer
-    adapter = adapters.adapter_of(layer)
-    own = {} if adapter is None else adapters.configs(layer, adapter)
+    known, adapter = _config(model, views), views.places.adapter
+    own = {} if adapter is None else adapters.configs(views.places.layer, adapter)
     return own if known is None else {programs.CONFIG: known, **own}
-
-
-def with_model(options: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """The options of a `Checkpointer`, with layout and config.json of the model where they have none of their own."""
-    given = {} if options.get("assets") is None else asset_files.collect(options["assets"])
-    own = {} if "layout" in options else {"layout": layout(model)}
-    return {**own, **options, "assets": {**assets(model), **given}}
 
 
 def _of_all_ranks(live: Mapping[str, LiveTensor]) -> Mapping[str, LiveTensor]:

@@ -272,7 +272,7 @@ class PaddleOptimizer:
         view = self._view(place, key, tensor)
         known = self._said.get((place.name, key))
         if known is None or known.view is not view or known.span != stepped.span:
-            if key in POWERS or (place.cut is None and stepped.span is None):
+            if key in POWERS or (place.cut is None and stepped.span is None and view.numel() == 1):
                 declared: Declared = view
             elif stepped.span is not None:
                 declared = place.span_of(view, stepped.span)
@@ -280,8 +280,8 @@ class PaddleOptimizer:
                 declared = place.of(view)
             else:
                 raise InvalidRequest(
-                    f"{place.name} is cut by tensor parallelism, and its {key} of shape {list(view.shape)} is not cut as it "
-                    f"is, {list(place.local)}, so its place is not known",
+                    f"{type(self.optimizer).__name__} keeps {key!r} of {place.name} in shape {list(view.shape)}, which is "
+                    f"not the parameter's, {list(place.local)}, so it is not known how to cut and transpose it",
                     hint="use an optimizer whose state has the parameters' shapes, such as AdamW, or save(groups=…)",
                     tensor=place.name,
                 )

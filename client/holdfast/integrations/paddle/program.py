@@ -45,8 +45,8 @@ def _alone(live: Live) -> Live:
     return live
 
 
-def program_of(model: Any, tensors: Mapping[str, Any], share: Callable[[Live], Live] = _alone) -> Program | None:
-    """The program from Hugging Face's tensors to a model's; None if names and shapes are the same.
+def program_of(model: Any, tensors: Mapping[str, Any], share: Callable[[Live], Live] = _alone) -> Program:
+    """The program from Hugging Face's tensors to a model's.
 
     `tensors` are the model's own, by the names of the state; `share` returns those of all ranks, given this one's. Raises
     `InvalidRequest` for statements of the model that Holdfast cannot read or invert.
@@ -54,10 +54,10 @@ def program_of(model: Any, tensors: Mapping[str, Any], share: Callable[[Live], L
     model = unwrapped(model).layer
     config = config_of(model)
     degree = next((size for key in _DEGREES if isinstance(size := getattr(config, key, None), int) and size > 0), 1)
-    turned = _turned(model)
+    linear = turned(model)
     live = {
         name: LiveTensor(
-            tuple(tensor.shape), degree if getattr(tensor, "is_distributed", False) else 1, id(tensor) in turned
+            tuple(tensor.shape), degree if getattr(tensor, "is_distributed", False) else 1, id(tensor) in linear
         )
         for name, tensor in tensors.items()
     }
@@ -129,15 +129,15 @@ def _of_mapping(model: Any, mapping: Any) -> str:
     return f"{mapping.source_name}{'^T' if mapping.action else ''} -> {mapping.target_name or mapping.source_name}"
 
 
-def _turned(model: Any) -> set[int]:
+def turned(model: Any) -> set[int]:
     """The ids of all matrices that Linear layers own alone; one that an embedding shares is as the embedding holds it."""
     linear: set[int] = set()
     others: set[int] = set()
     for layer in model.sublayers(include_self=True):
         for name, tensor in layer._parameters.items():
             if tensor is not None:
-                turned = name == "weight" and len(tensor.shape) == 2 and _is_linear(layer)
-                (linear if turned else others).add(id(tensor))
+                alone = name == "weight" and len(tensor.shape) == 2 and _is_linear(layer)
+                (linear if alone else others).add(id(tensor))
     return linear - others
 
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.integrations import paddle
 from holdfast.integrations.paddle.fleet import ranks
 from holdfast.integrations.paddleformers import refusals, trainer_state
 from holdfast.integrations.paddleformers.data_streams import LoaderStreams
@@ -78,12 +77,11 @@ class PaddleFormersTrainer:
         return trainer_state.live_objects(self._trainer)
 
     def given(self) -> dict[str, Any]:
-        given = {"layout": paddle.layout(trainer_state.trained_layer(self._trainer))}
         if not self._coefficient:
-            return given
+            return {}
         of = "master" if trainer_state.has_masters(self._trainer) else "model"
         every = self._trainer.args.zcc_ema_interval
-        return given | {"ema": Ema(self._coefficient, of=of, every=every, correction="none")}
+        return {"ema": Ema(self._coefficient, of=of, every=every, correction="none")}
 
     def assets(self) -> list[Any]:
         return trainer_state.assets(self._trainer)

@@ -48,12 +48,12 @@ def model_group(trainer: Any) -> str:
 
 
 def assets(trainer: Any) -> list[Any]:
-    """What belongs beside the weights in every checkpoint: the model's config in Hugging Face's form, tokenizer, processor,
+    """What belongs beside the weights in every checkpoint, and the state does not bring along: tokenizer, processor,
     training arguments.
     """
     values = {name: value for name, value in trainer.args.to_dict().items() if not name.endswith(_SECRET)}
     arguments = log.as_json(values, "and give it plain values", default=str)
-    files: list[Any] = [paddle.assets(trained_layer(trainer)) | {ARGUMENTS_FILE: arguments}]
+    files: list[Any] = [{ARGUMENTS_FILE: arguments}]
     tokenizer = trainer.tokenizer if getattr(trainer.args, "save_tokenizer", True) else None  # PaddleNLP always saves it
     processor = getattr(trainer, "processing_class", None)
     return [*files, *(one for one in (tokenizer, processor) if hasattr(one, "save_pretrained"))]
