@@ -63,7 +63,8 @@ def check_key(key: object) -> None:
 
 def is_loose(key: str, value: object) -> bool:
     named = bool(modules_of(value)) or is_tensor(value) or is_tensors(value) or _is_group_mapping(key, value)
-    return not (named or isinstance(value, NamedSnapshot) or optimizer_wrappers.is_optimizer(value))
+    known = isinstance(value, NamedSnapshot | streams.FurtherStreams)
+    return not (named or known or optimizer_wrappers.is_optimizer(value))
 
 
 def loose(state: Mapping[str, Any], rank: int, keeper: ContainerKeeper) -> list[AskedEntry]:

@@ -5,7 +5,7 @@ Each stream is a tensor `ranks/<rank>/rng/<stream>` of the group `extra`; parts 
 (`holdfast_formats.layout.successors`), otherwise those of the same rank number. If there is no such rank, it continues the
 streams of another one: that with its coordinates modulo the saved sizes, or else `rank mod saved ranks`. These are mixed
 with its own number, so that no two ranks draw the same: each stream is seeded from a digest of the saved stream's bytes and
-the rank.
+the rank. Streams of other frameworks are entries of the state (`FurtherStreams`), and stored in the same JSON value.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from holdfast.left_out import LeftOutNote
+from holdfast.state.streams import FurtherStreams
 from holdfast.tensors import json_values
 from holdfast.tensors.leaves import RANK_PREFIX, Content, OfferedLeaves, PartPlan, Selection
 from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
@@ -38,7 +39,10 @@ class RandomStreams(NamedTuple):
     residual: dict[str, Any]
 
 
-def capture() -> RandomStreams:
+Further = Sequence[FurtherStreams]
+
+
+def capture(further: Further = ()) -> RandomStreams:
     """Copy the streams as they are now."""
     version, words, gauss = random.getstate()
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
@@ -49,11 +53,12 @@ def capture() -> RandomStreams:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # before that no CUDA stream has been drawn from
         for device in range(torch.cuda.device_count()):
             tensors[f"{_CUDA}{device}"] = torch.cuda.get_rng_state(device)
-    return RandomStreams(tensors, {"python": {"version": version, "gauss": gauss}, "numpy": numpy_state})
+    residual = {"python": {"version": version, "gauss": gauss}, "numpy": numpy_state}
+    return RandomStreams(tensors, {**residual, **{one.name: one.state_dict() for one in further}})
 
 
-def install(streams: RandomStreams) -> None:
-    """Continue these streams; those of CUDA devices that this process does not have are skipped."""
+def install(streams: RandomStreams, further: Further = ()) -> None:
+    """Continue these streams; those that this process does not have are skipped."""
     residual = streams.residual
     if _PYTHON in streams.tensors:
         words = tuple(streams.tensors[_PYTHON].tolist())
@@ -66,16 +71,20 @@ def install(streams: RandomStreams) -> None:
     if _TORCH in streams.tensors:
         torch.set_rng_state(streams.tensors[_TORCH])
     for name, stream in streams.tensors.items():
-        if name.startswith(_CUDA) and int(name.removeprefix(_CUDA)) < torch.cuda.device_count():
+        if name.startswith(_CUDA) and _is_here(name):
             torch.cuda.set_rng_state(stream, int(name.removeprefix(_CUDA)))
+    for one in further:
+        if one.name in residual:
+            one.load_state_dict(residual[one.name])
 
 
-def mixed(streams: RandomStreams, rank: int) -> RandomStreams:
+def mixed(streams: RandomStreams, rank: int, further: Further = ()) -> RandomStreams:
     """Streams for a rank that has none, each seeded from the given stream's bytes and the rank's number."""
-    seeds = {
-        name: int(digest(tensor.contiguous().numpy().tobytes() + rank.to_bytes(8, "little")), 16)
-        for name, tensor in streams.tensors.items()
-    }
+
+    def seed_of(saved: bytes) -> int:
+        return int(digest(saved + rank.to_bytes(8, "little")), 16)
+
+    seeds = {name: seed_of(tensor.contiguous().numpy().tobytes()) for name, tensor in streams.tensors.items()}
     tensors: dict[str, torch.Tensor] = {}
     residual = dict(streams.residual)
     for name, seed in seeds.items():
@@ -89,15 +98,20 @@ def mixed(streams: RandomStreams, rank: int) -> RandomStreams:
             residual["numpy"] = {**seeded, "state": {"pos": int(seeded["state"]["pos"])}}
         elif name == _TORCH:
             tensors[name] = torch.Generator().manual_seed(seed % 2**63).get_state()
-        elif int(name.removeprefix(_CUDA)) < torch.cuda.device_count():
+        elif _is_here(name):
             tensors[name] = torch.Generator(f"cuda:{name.removeprefix(_CUDA)}").manual_seed(seed % 2**63).get_state()
+    for one in further:
+        if one.name in residual:
+            stored = residual[one.name]
+            residual[one.name] = one.mixed(stored, seed_of(json_values.dumps(stored, KEY).encode()) % 2**63)
     return RandomStreams(tensors, residual)
 
 
 class Random:
     """The random streams at two moments: that of a save, and that from which a restored training continues."""
 
-    def __init__(self) -> None:
+    def __init__(self, further: Further = ()) -> None:
+        self.further = further
         self._saved: RandomStreams | None = None
         self._restored: RandomStreams | None = None
 
@@ -106,21 +120,21 @@ class Random:
         """Within the block, `now` is the moment at which the block begins; afterwards all random numbers drawn in it are put
         back.
         """
-        self._saved = before = capture()
+        self._saved = before = capture(self.further)
         try:
             yield
         finally:
             self._saved = None
-            if not _equal(before, capture()):
-                install(before)
+            if not _equal(before, capture(self.further)):
+                install(before, self.further)
 
     def now(self) -> RandomStreams:
-        return self._saved or capture()
+        return self._saved or capture(self.further)
 
     def go_on_from(self, streams: RandomStreams) -> None:
         """Continue these streams; `CorruptManifest` if they are not valid."""
         try:
-            install(streams)
+            install(streams, self.further)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CorruptManifest(
                 f"this process cannot load the saved random states: {error}",
@@ -131,7 +145,7 @@ class Random:
     def install_again(self) -> None:
         if self._restored is None:
             raise InvalidRequest("no random states were restored", hint="call restore() first, with the group 'extra'")
-        install(self._restored)
+        install(self._restored, self.further)
 
 
 class RandomState(NamedTuple):
@@ -170,7 +184,9 @@ class RandomState(NamedTuple):
             )
             plan.want(GROUP, name, buffer)
         streams = RandomStreams(tensors, json_values.loads(text, KEY))
-        plan.actions.append(lambda: self.random.go_on_from(streams if exact else mixed(streams, self.rank)))
+        plan.notes += self._unlike(streams)
+        further = self.random.further
+        plan.actions.append(lambda: self.random.go_on_from(streams if exact else mixed(streams, self.rank, further)))
         if not exact:
             plan.notes.append(
                 f"rank {self.rank} has no saved random states: it uses those of rank {source}, mixed with its "
@@ -181,6 +197,27 @@ class RandomState(NamedTuple):
                 f"rank {self.rank} continues the random states of rank {source}, its counterpart in the saved layout"
             )
         return plan
+
+    def _unlike(self, stored: RandomStreams) -> list[str]:
+        """Notes on streams that only one side has. Raises `StateMismatch` for those of a framework that do not fit."""
+        notes: list[str] = []
+        further = {one.name: one for one in self.random.further}
+        residual = stored.residual if isinstance(stored.residual, dict) else {}
+        idle = [name for name in residual if name not in (_PYTHON, _NUMPY, *further)]
+        idle += [name for name in stored.tensors if name.startswith(_CUDA) and not _is_here(name)]
+        for name, one in further.items():
+            if name in residual:
+                one.refuse_unfit(residual[name])
+                idle += one.absent(residual[name])
+            else:
+                notes.append(LeftOutNote(f"the checkpoint has no random states of {name}: this process keeps its own"))
+        if idle:
+            notes.append(LeftOutNote(f"random states that this process does not have are not restored: {', '.join(idle)}"))
+        return notes
+
+
+def _is_here(stream: str) -> bool:
+    return int(stream.removeprefix(_CUDA)) < torch.cuda.device_count()
 
 
 def _equal(a: RandomStreams, b: RandomStreams) -> bool:

@@ -27,6 +27,29 @@ class CheckedEntry(ABC):
         """Raise `StateMismatch` for a document that cannot be restored; its tensors are not filled yet."""
 
 
+class FurtherStreams(CheckedEntry):
+    """Random streams of a framework. They are stored and restored with those of the process (`holdfast.state.rng`), under
+    their `name`; a state without them leaves them out with a notice.
+    """
+
+    name: str
+
+    @abstractmethod
+    def state_dict(self) -> Any:
+        """The streams as they are now, as a JSON value."""
+
+    @abstractmethod
+    def load_state_dict(self, stored: Any) -> None: ...
+
+    @abstractmethod
+    def absent(self, stored: Any) -> list[str]:
+        """Names of stored streams that this process does not have."""
+
+    @abstractmethod
+    def mixed(self, stored: Any, seed: int) -> Any:
+        """These streams for a rank that has none of its own."""
+
+
 class HeldGenerator(CheckedEntry):
     """A generator of torch as an object with a state."""
 

@@ -12,7 +12,7 @@
     a torch.Generator, a tracker of random streams            extra     k and ranks/<rank>/k/…
     other plain values                                        extra     k
     Given                                                     its own   its own
-    random streams, unasked                                   extra     ranks/<rank>/rng/…
+    random streams, unasked; FurtherStreams                   extra     ranks/<rank>/rng/…
 
 The groups follow the state's entries and exist without tensors too; `extra` always does.
 """
@@ -51,6 +51,7 @@ from holdfast.state.optimizer_shards import OptimizerShards, ShardedOptimizer
 from holdfast.state.partitioned.owners import RestoredForAll
 from holdfast.state.rng import RandomState
 from holdfast.state.state_tensors import OptimizerDocument
+from holdfast.state.streams import FurtherStreams
 from holdfast.state.temporaries import Temporaries
 from holdfast.state.untracked import unsaved
 from holdfast.state.untracked.load_hooks import LoadHooks
@@ -154,7 +155,7 @@ class TrainState:
         self.world = world
         self.declared = declared
         self.wholeness = OverwriteGuard()
-        self.random = rng.Random()
+        self.random = rng.Random([value for value in state.values() if isinstance(value, FurtherStreams)])
         self._known: dict[Key, KnownLeaf] = {}  # found by earlier snapshots, so that later ones need not look again
         self._walk: _Walk | None = None
         self.gradients = frozen.NO_GRADIENTS  # of the last snapshot

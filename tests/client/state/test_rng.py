@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.left_out import LeftOutNote
 from holdfast.state import rng
+from holdfast.state.streams import FurtherStreams
 from holdfast.state.train_state import TrainState
-from holdfast_formats.errors import CorruptManifest
+from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.layout.successors import SavedRankChoice
 from tests.client.checkpoint_in_memory import Checkpoint, restore, save
 
@@ -126,6 +128,73 @@ def test_streams_that_cannot_be_continued_are_refused():
     streams = rng.capture()
     with pytest.raises(CorruptManifest, match="random states"):
         rng.Random().go_on_from(streams._replace(tensors={**streams.tensors, "python": torch.zeros(3, dtype=torch.int64)}))
+
+
+class Dice(FurtherStreams):
+    """The streams of a framework: it counts."""
+
+    name = "dice"
+
+    def __init__(self, count: int = 0, size: int = 6) -> None:
+        self.count, self.size = count, size
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count, "size": self.size}
+
+    def refuse_unfit(self, stored: dict[str, int]) -> None:
+        if stored["size"] != self.size:
+            raise StateMismatch("the dice have another size")
+
+    def load_state_dict(self, stored: dict[str, int]) -> None:
+        self.count = stored["count"]
+
+    def absent(self, stored: dict[str, int]) -> list[str]:
+        return [name for name in stored if name not in self.state_dict()]
+
+    def mixed(self, stored: dict[str, int], seed: int) -> dict[str, int]:
+        return {**stored, "count": seed}
+
+
+def test_streams_of_a_framework_go_on():
+    """Also once more; and in a larger world each rank has others."""
+    live = Dice()
+    checkpoint = Checkpoint(*(TrainState({"dice": Dice(rank + 5)}, rank, 2).snapshot() for rank in range(2)))
+    found = set()
+    for rank in range(4):
+        state = TrainState({"dice": live}, rank, 4)
+        restoration = state.prepare(checkpoint.stored(rank))
+        checkpoint.fill(restoration)
+        restoration.apply()
+        found.add(live.count)
+        assert (live.count == rank + 5) == (rank < 2)
+        restored, live.count = live.count, 0
+        state.random.install_again()
+        assert live.count == restored
+    assert len(found) == 4
+
+
+def test_streams_that_only_one_side_has_are_noted():
+    """A state without them, and a checkpoint without them; those that do not fit are refused before anything changes."""
+    notes = restore(save({"dice": Dice(5)}), {}).notes
+    assert [note for note in notes if "not restored: dice" in note] and all(isinstance(note, LeftOutNote) for note in notes)
+    live = Dice(5)
+    (note,) = restore(save({}), {"dice": live}).notes
+    assert "no random states of dice" in note and isinstance(note, LeftOutNote) and live.count == 5
+    checkpoint = save({"dice": Dice(size=20)})
+    draw()
+    before = torch.get_rng_state()
+    with pytest.raises(StateMismatch, match="another size"):
+        restore(checkpoint, {"dice": live})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_cuda_device_that_is_gone_is_noted():
+    """Its stream is in the checkpoint, and this process cannot continue it."""
+    snapshot = TrainState({}, 0, 1).snapshot()
+    stream = next(leaf for leaf in snapshot.leaves if leaf.name.endswith("/torch"))
+    gone = stream._replace(name=stream.name.replace("/torch", "/cuda.99"))
+    (note,) = restore(Checkpoint(snapshot._replace(leaves=(*snapshot.leaves, gone))), {}).notes
+    assert "cuda.99" in note and isinstance(note, LeftOutNote)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

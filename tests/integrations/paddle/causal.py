@@ -99,7 +99,7 @@ def main() -> None:
         RATE, *BETAS, EPSILON, model.parameters(), DECAY, apply_decay_param_fun=decayed.__contains__
     )
     with holdfast_paddle.attach(model, optimizer, given.run, at=given.root) as attached:
-        begun = attached.restore(strict=False)  # torch saves none of Paddle's random streams
+        begun = attached.restore()
         start = held(model, optimizer)
         losses = [stepped(model, optimizer, tokens) for tokens in rows(begun, given.steps)]
         if given.save is not None:

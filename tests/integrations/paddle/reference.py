@@ -78,7 +78,7 @@ def main() -> None:
     if given.steps or given.save is not None:
         optimizer = torch.optim.AdamW(groups(model), lr=RATE, betas=BETAS, eps=EPSILON)
         with Checkpointer(given.run, {"model": model, "optimizer": optimizer}, at=given.root) as checkpointer:
-            begun = checkpointer.restore(strict=False)
+            begun = checkpointer.restore()
             for tokens in rows(begun, given.steps):
                 out = model(input_ids=tokens, use_cache=False).logits
                 loss = functional.cross_entropy(out[:, :-1].reshape(-1, out.shape[-1]), tokens[:, 1:].reshape(-1))

@@ -254,7 +254,8 @@ def test_a_checkpoint_of_torch_continues(tmp_path: Path) -> None:
         checkpointer.save(3, wait="durable")
     optimizer = paddle.optimizer.AdamW(0.5, parameters=model.parameters())
     with holdfast_paddle.attach(model, optimizer, "run", at=tmp_path) as attached:
-        attached.restore(exclude=(f"extra/{RANDOM}",))
+        attached.restore()
+        assert any("no random states of paddle" in notice for notice in attached.checkpointer.notices)
     powers = optimizer._accumulators["beta2_pow_acc"][model.weight.name]
     assert powers.item() == beta_powers.power(0.95, 3)
     step_of_torch()
@@ -353,6 +354,31 @@ def test_a_training_loads_no_compiler_of_torch(tmp_path: Path) -> None:
     """Which would take each start more than a second."""
     done = subprocess.run([sys.executable, "-c", TRAINING, tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_random_streams_are_installed_once_more(tmp_path: Path) -> None:
+    """After something has drawn from them between the restore and the loop."""
+    model = nn.Linear(2, 2)
+    with holdfast_paddle.attach(model, None, "run", at=tmp_path) as attached:
+        attached.save(1, wait="durable")
+        expected = paddle.rand([3]).numpy()
+        attached.restore()
+        paddle.rand([5])
+        attached.checkpointer.restore_random()
+    assert np.array_equal(paddle.rand([3]).numpy(), expected)
+
+
+def test_a_new_rank_draws_other_numbers() -> None:
+    streams, before = PaddleStreams(), PaddleStreams().state_dict()
+    drawn = []
+    for seed in (1, 2, 1):
+        mixed = streams.mixed(before, seed)
+        assert streams.state_dict() == before and mixed["cpu"] != before["cpu"]
+        streams.load_state_dict(mixed)
+        drawn.append(paddle.rand([3]).numpy().tolist())
+        streams.load_state_dict(before)
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert streams.absent({**before, "gpu.99": before["cpu"]}) == ["paddle gpu.99"]
 
 
 def test_another_version_of_paddle_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,22 @@
-"""Paddle's random streams as an entry of a state: of the CPU, of each GPU, and those that fleet's tracker has by name.
-
-Those of Python and numpy are stored with every state.
-"""
+"""Paddle's random streams as an entry of a state: of the CPU, of each GPU, and those that fleet's tracker has by name."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from holdfast.state.streams import CheckedEntry
+from holdfast.state.streams import FurtherStreams
 from holdfast_formats.errors import StateMismatch
 
 _CPU, _GPU, TRACKED = "cpu", "gpu.", "tracked"
+_HINT = "keep the live random states: restore(exclude=('extra/rng',))"
 _TRACKER = "paddle.distributed.fleet.layers.mpu.random"
 
 
-class PaddleStreams(CheckedEntry):
+class PaddleStreams(FurtherStreams):
     """The generators of this process."""
 
-    only_ours = True
+    name = "paddle"
 
     def state_dict(self) -> dict[str, Any]:
         tracked = {name: list(map(_text, states)) for name, states in self._tracked().items()}
@@ -27,14 +25,12 @@ class PaddleStreams(CheckedEntry):
     def refuse_unfit(self, stored: Any) -> None:
         """Raise `StateMismatch` for named streams that one side lacks, and for states of another form."""
         if not isinstance(stored, dict) or not isinstance(stored.get(TRACKED), dict):
-            raise StateMismatch(
-                "the checkpoint has no states of Paddle's generators under this key", hint="leave it out with exclude="
-            )
+            raise StateMismatch("the checkpoint's states of Paddle's generators are something else", hint=_HINT)
         differing = sorted(stored[TRACKED].keys() ^ self._tracked().keys())
         if differing:
             raise StateMismatch(
                 f"only the checkpoint, or only this process, has the random stream {differing[0]!r} of fleet's tracker",
-                hint="seed the tracker before restore(), as the program that saved did, or leave it out with exclude=",
+                hint=f"seed the tracker before restore(), as the program that saved did, or {_HINT}",
             )
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
@@ -44,6 +40,19 @@ class PaddleStreams(CheckedEntry):
         if stored[TRACKED]:
             tracker = sys.modules[_TRACKER].get_rng_state_tracker()
             tracker.set_states_tracker({name: list(map(_state, states)) for name, states in stored[TRACKED].items()})
+
+    def absent(self, stored: dict[str, Any]) -> list[str]:
+        return [f"{self.name} {name}" for name in stored if name not in (TRACKED, *_generators())]
+
+    def mixed(self, stored: Any, seed: int) -> Any:
+        """Those of the devices are seeded. The named ones stay: which ranks have the same is fleet's choice."""
+        made = {}
+        for name, generator in _generators().items():
+            before = generator.get_state()
+            generator.manual_seed(seed)
+            made[name] = _text(generator.get_state())
+            generator.set_state(before)
+        return {**stored, **made}
 
     def _tracked(self) -> dict[str, Any]:
         """The named streams of fleet's tracker. Nothing has seeded it before its module is imported."""
