@@ -92,9 +92,11 @@ def loose(state: Mapping[str, Any], rank: int, keeper: ContainerKeeper) -> list[
 
 
 def notes_of(state: Mapping[str, Any]) -> list[LeftOutNote]:
-    """Notes on what a save of these entries leaves out: samplers' orders, and learning-rate schedules."""
+    """Notes on what a save of these entries leaves out: samplers' orders, schedules, and what adapters name."""
     asked = {key: value for key, value in state.items() if not isinstance(value, Mapping)}  # which may have many tensors
     notes = [loaders.note_of(key, value) for key, value in asked.items() if is_loose(key, value)]
+    named = (value.left_out(key) for key, value in asked.items() if isinstance(value, streams.IncompleteEntry))
+    notes += [LeftOutNote(text) for text in named if text is not None]
     given = any(isinstance(value, NamedSnapshot) for value in state.values())  # its adapter knows what else it saves
     return [*(note for note in notes if note is not None), *(() if given else schedules.notes_of(state))]
 

@@ -27,6 +27,14 @@ class CheckedEntry(ABC):
         """Raise `StateMismatch` for a document that cannot be restored; its tensors are not filled yet."""
 
 
+class IncompleteEntry(CheckedEntry):
+    """An adapter whose object has more than it saves."""
+
+    @abstractmethod
+    def left_out(self, key: str) -> str | None:
+        """What a save of the entry under this key leaves out now, in a sentence."""
+
+
 class FurtherStreams(CheckedEntry):
     """Random streams of a framework. They are stored and restored with those of the process (`holdfast.state.rng`), under
     their `name`; a state without them leaves them out with a notice.

@@ -13,6 +13,8 @@ from paddle import nn
 from paddle.optimizer import lr
 
 from holdfast.integrations import paddle as holdfast_paddle
+from holdfast.integrations.paddle.documents import Scheduler
+from holdfast.tensors import json_values
 from holdfast_formats.errors import InvalidRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:::paddle")
@@ -65,6 +67,81 @@ def test_changed_buffers_that_are_not_persistable_are_named(tmp_path: Path) -> N
         backward(model)
         notes = notes_of(lambda: attached.save(2, wait="durable"))
     assert "model.calls" in notes and "model.table" not in notes
+
+
+class Patient(lr.LRScheduler):
+    """Halves the rate when a loss has not fallen, and remembers the best one."""
+
+    def __init__(self) -> None:
+        self.best, self.waited = float("inf"), 0
+        super().__init__(0.1)
+
+    def seen(self, loss: float) -> None:
+        self.waited = 0 if loss < self.best else self.waited + 1
+        self.best = min(self.best, loss)
+
+    def get_lr(self) -> float:
+        return float(self.base_lr / 2**self.waited)
+
+
+class Thorough(Patient):
+    def state_keys(self) -> None:
+        self.keys = ["last_epoch", "last_lr", "best", "waited"]
+
+
+@pytest.mark.parametrize("kind", [Patient, Thorough])
+@pytest.mark.parametrize("inner", [False, True])
+def test_what_a_schedulers_state_lacks_is_named(tmp_path: Path, kind: type[Patient], inner: bool) -> None:
+    """Also of the one that a warm-up goes over to; not before it changes, and not what state_keys() lists."""
+    model, own = nn.Linear(3, 3), kind()
+    scheduler = lr.LinearWarmup(own, 3, 0.0, 0.1) if inner else own
+    optimizer = paddle.optimizer.SGD(scheduler, parameters=model.parameters())
+    with holdfast_paddle.attach(model, optimizer, "run", at=tmp_path) as attached:
+        assert "attributes" not in notes_of(lambda: attached.save(1, wait="durable"))
+        own.seen(2.0)
+        own.seen(3.0)
+        notes = notes_of(lambda: attached.save(2, wait="durable"))
+    assert ("attributes of scheduler that have changed: best, waited; list them" in notes) == (kind is Patient)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: lr.NoamDecay(64, 10),
+        lambda: lr.PiecewiseDecay([2, 4], [0.1, 0.2, 0.3]),
+        lambda: lr.NaturalExpDecay(0.1, 0.5),
+        lambda: lr.InverseTimeDecay(0.1, 0.5),
+        lambda: lr.PolynomialDecay(0.1, 5, cycle=True),
+        lambda: lr.LinearWarmup(lr.CosineAnnealingWarmRestarts(0.1, 3), 3, 0.0, 0.1),
+        lambda: lr.LinearWarmup(0.1, 3, 0.0, 0.1),
+        lambda: lr.ExponentialDecay(0.1, 0.9),
+        lambda: lr.MultiStepDecay(0.1, [2, 4]),
+        lambda: lr.StepDecay(0.1, 2),
+        lambda: lr.LambdaDecay(0.1, lambda epoch: 0.9**epoch),
+        lambda: lr.ReduceOnPlateau(0.1, patience=1),
+        lambda: lr.CosineAnnealingDecay(0.1, 5),
+        lambda: lr.MultiplicativeDecay(0.1, lambda epoch: 0.9),
+        lambda: lr.OneCycleLR(0.1, 20),
+        lambda: lr.CyclicLR(0.1, 0.5, 3),
+        lambda: lr.LinearLR(0.1, 5),
+        lambda: lr.CosineAnnealingWarmRestarts(0.1, 3),
+    ],
+)
+def test_paddles_own_schedulers_lose_nothing(made: Callable[[], Any]) -> None:
+    """Nothing is named, and another one that gets the state goes on with the same rates."""
+    scheduler, other = made(), made()
+    entry = Scheduler(scheduler)
+
+    def step(one: Any) -> float:
+        one.step(*([1.0] if isinstance(one, lr.ReduceOnPlateau) else []))
+        return float(one())
+
+    for count in range(12):
+        assert entry.left_out("scheduler") is None
+        if count == 4:
+            Scheduler(other).load_state_dict(json_values.loads(json_values.dumps(entry.state_dict(), "s"), "s"))
+        rate = step(scheduler)
+        assert count < 4 or step(other) == rate
 
 
 def test_every_optimizer_brings_its_scheduler() -> None:

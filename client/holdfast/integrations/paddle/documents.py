@@ -5,17 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.state.streams import CheckedEntry
+from holdfast.state.streams import CheckedEntry, IncompleteEntry
 from holdfast_formats.errors import StateMismatch
 
 _LEFT_OUT = ("T_cur", "T_i")  # what CosineAnnealingWarmRestarts counts, and Paddle's own state_dict() lacks
+_COUNTERS = (bool, int, float, str, type(None))
+_NAMELESS = ("_var_name",)  # a name that Paddle gives it
 
 
-class Scheduler(CheckedEntry):
+class Scheduler(IncompleteEntry):
     """A scheduler of paddle.optimizer.lr, with the one inside it."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
+        self._first = [(one, _unsaved(one)) for one in _with_inner(scheduler)]
+
+    def left_out(self, key: str) -> str | None:
+        """Name the plain attributes that have changed, and that the state_dict() of the user's class lacks."""
+        changed = {name for one, first in self._first for name, _ in _unsaved(one).items() - first.items()}
+        if not changed:
+            return None
+        return (
+            f"not saved: attributes of {key} that have changed: {', '.join(sorted(changed))}; list them in state_keys() of "
+            f"{type(self.scheduler).__name__}: self.keys = ['last_epoch', 'last_lr', {min(changed)!r}]"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         document: dict[str, Any] = self.scheduler.state_dict()
@@ -44,6 +57,12 @@ def _with_inner(scheduler: Any) -> Iterator[Any]:
 
 def _left_out(scheduler: Any) -> dict[str, Any]:
     return {name: vars(one)[name] for one in _with_inner(scheduler) for name in _LEFT_OUT if name in vars(one)}
+
+
+def _unsaved(scheduler: Any) -> dict[str, str]:
+    """The plain attributes that are not saved, by their `repr`, in which NaN equals itself."""
+    saved = {*scheduler.state_dict(), *_LEFT_OUT, *_NAMELESS}
+    return {name: repr(one) for name, one in vars(scheduler).items() if type(one) in _COUNTERS and name not in saved}
 
 
 class Scaler(CheckedEntry):
