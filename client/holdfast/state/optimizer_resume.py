@@ -135,6 +135,8 @@ class _Resumption:
         groups = list(self.state.groups_of_parameters())
         live = LiveGroups(self.state.key, self.state.names_of_groups(), groups, self.state.user_given())
         hyper = chosen(live, document, self.plan, self.selection)
+        if isinstance(self.state, ShardedOptimizer):
+            self.state.check(hyper, {name: {*self.created.get(name, ()), *self.values.get(name, ())} for name in self.kept})
         self.plan.actions.append(lambda: self._install(hyper))
         if (idle := frozenset(document.get(IDLE, ()))) and isinstance(self.state, KeyedOptimizers):
             without = idle & {name for name, kept in self.kept.items() if not kept}

@@ -70,6 +70,8 @@ class OptimizerShards:
             part of a new flat buffer.
         makes_masters: Whether `new` also makes full-precision copies, with the key "master", of a checkpoint whose optimizer
             does not list them, such as an imported one.
+        check: Called as `check(groups, keys)` before a restore changes anything: with the hyper-parameters that `install`
+            will get, less tensors, and the keys of `values` by name. It raises what `install` would refuse.
 
     Raises:
         InvalidRequest: For arguments that are not functions, and for hooks that are not torch optimizers.
@@ -79,7 +81,7 @@ class OptimizerShards:
         >>> state = {"model": model, "optim": shards}
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all named, most optional
         self,
         *,
         groups: Callable[[], Sequence[Group]],
@@ -88,14 +90,16 @@ class OptimizerShards:
         hooks: Iterable[torch.optim.Optimizer] = (),
         new: Callable[[str, str, torch.dtype], Any] | None = None,
         makes_masters: bool = False,
+        check: Callable[[list[dict[str, Any]], dict[str, set[str]]], None] | None = None,
     ) -> None:
-        for name, function in (("groups", groups), ("state", state), ("install", install), ("new", new or install)):
+        functions = {"groups": groups, "state": state, "install": install, "new": new or install, "check": check or install}
+        for name, function in functions.items():
             if not callable(function):
                 raise InvalidRequest(
                     f"{name}= of OptimizerShards must be a function, not a {type(function).__name__}",
                     hint="pass a function, as the example of OptimizerShards does",
                 )
-        self.groups, self.state, self.install, self.new = groups, state, install, new
+        self.groups, self.state, self.install, self.new, self.check = groups, state, install, new, check
         self.makes_masters = makes_masters and new is not None
         # Name and key of the tensors that `state()` was seen to return twice.
         self.kept_for_good: set[tuple[str, str]] = set()
@@ -195,6 +199,11 @@ class ShardedOptimizer(NamedTuple):
     def collect_tensors(self, content: Content) -> OptimizerDocument:
         """Add every tensor. Return the part of the document about them, which is valid until there are others."""
         return OptimizerDocument(self, collect_state(content, self.kept, self.entries(), ()))
+
+    def check(self, groups: list[dict[str, Any]], keys: dict[str, set[str]]) -> None:
+        if self.shards.check is not None:
+            known = [{key: one for key, one in group.items() if not isinstance(one, torch.Tensor)} for group in groups]
+            self.shards.check(known, keys)  # tensors are not filled yet
 
     def install(self, groups: list[dict[str, Any]], values: dict[str, dict[str, Any]]) -> None:
         self.shards.install(groups, values)

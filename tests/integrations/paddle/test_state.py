@@ -142,14 +142,42 @@ def test_the_decay_of_momentum_is_stored_and_restored(tmp_path: Path, saved: Any
     continued(first, made(2, live), tmp_path)
 
 
-def test_a_decay_is_not_restored_over_another_regularizer(tmp_path: Path) -> None:
-    first = training(1, "Momentum", weight_decay=0.1)
-    second = training(2, "Momentum", weight_decay=paddle.regularizer.L1Decay(0.1))
+@pytest.mark.parametrize("kind", ["Momentum", "Adam"])
+@pytest.mark.parametrize("saved", [0.1, paddle.regularizer.L1Decay(0.2), None])
+@pytest.mark.parametrize("stepped", [0, 1])
+def test_a_decay_is_not_restored_over_another_regularizer(tmp_path: Path, kind: str, saved: Any, stepped: int) -> None:
+    """Before anything changes: the training goes on and is saved as if there had been no restore."""
+    first = training(1, kind, weight_decay=saved)
+    second = training(2, kind, weight_decay=paddle.regularizer.L1Decay(0.1))
     first.steps(1)
+    second.steps(stepped)
+    before = second.values
     with holdfast_paddle.attach(first.model, first.optimizer, "run", at=tmp_path) as attached:
         attached.save(1, wait="durable")
-    with (
-        holdfast_paddle.attach(second.model, second.optimizer, "run", at=tmp_path) as attached,
-        pytest.raises(StateMismatch, match="weight_decay"),
-    ):
-        attached.restore()
+    with holdfast_paddle.attach(second.model, second.optimizer, "run", at=tmp_path) as attached:
+        with pytest.raises(StateMismatch, match=r"weight_decay|l1_decay"):
+            attached.restore()
+        attached.state["optimizer"].state()
+        assert_equal(second.values, before)
+        second.steps(1)
+        attached.save(2, existing="replace", wait="durable")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_an_l1_decay_is_compared(tmp_path: Path, grouped: bool) -> None:
+    """As it is a function of the live optimizer's class, it is not set."""
+
+    def made(seed: int, coefficient: float) -> Training:
+        paddle.seed(seed)
+        model, decay = nn.Embedding(20, 8), paddle.regularizer.L1Decay(coefficient)
+        parameters: Any = [{"params": model.parameters(), "weight_decay": decay}] if grouped else model.parameters()
+        return Training(model, paddle.optimizer.SGD(0.1, parameters, None if grouped else decay), 0.1)
+
+    continued(made(1, 0.1), made(2, 0.1), tmp_path / "same")
+    first, second = made(1, 0.1), made(2, 0.2)
+    with holdfast_paddle.attach(first.model, first.optimizer, "run", at=tmp_path) as attached:
+        attached.save(1, wait="durable")
+    with holdfast_paddle.attach(second.model, second.optimizer, "run", at=tmp_path) as attached:
+        with pytest.raises(StateMismatch, match=r"l1_decay 0\.1, and the live optimizer 0\.2"):
+            attached.restore()
+        assert attached.restore(keep=("optimizer/l1_decay",)) == 1

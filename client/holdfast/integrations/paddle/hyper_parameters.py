@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from holdfast.integrations.paddle.fleet.sharding import OptimizerSharding, Stepped
@@ -13,6 +14,7 @@ from holdfast_formats.errors import StateMismatch
 
 TORCH_NAMES = {"epsilon": "eps", "use_nesterov": "nesterov"}
 _LR, _DECAY, _BETAS, _BETA_1, _BETA_2 = "lr", "weight_decay", "betas", "beta1", "beta2"
+_L1 = "l1_decay"  # torch's optimizers have none
 _L2, _METHOD = "regularization_coeff", "regularization_method"  # how Momentum keeps its decay
 _NUMBERS = (bool, int, float)
 
@@ -74,23 +76,28 @@ def betas_of(optimizer: Any, stepped: Stepped) -> tuple[float, float]:
     return float(known.get(_BETA_1, 0.0)), float(known.get(_BETA_2, 0.0))
 
 
-def install(optimizer: Any, known_groups: Sequence[ParameterGroup], groups: list[dict[str, Any]]) -> None:
-    """Set restored hyper-parameters, given for each of these groups. The learning rate of a scheduler is the scheduler's.
+def changes(
+    optimizer: Any, known_groups: Sequence[ParameterGroup], groups: Sequence[Mapping[str, Any]]
+) -> list[Callable[[], None]]:
+    """What sets restored hyper-parameters, given for each of these groups. The learning rate of a scheduler is the
+    scheduler's.
 
     Raises `StateMismatch` for one that cannot be set.
     """
+    found: list[Callable[[], None]] = []
     for known, stored in zip(known_groups, groups, strict=True):
         for name, value in stored.items():
             if name == _LR:
-                _set_rate(optimizer, known, value)
+                found += _change_of_rate(optimizer, known, value)
             elif name == _BETAS:
-                _set(optimizer, known, _BETA_1, value[0])
-                _set(optimizer, known, _BETA_2, value[1])
+                found += _change(optimizer, known, _BETA_1, value[0])
+                found += _change(optimizer, known, _BETA_2, value[1])
             elif name in known.hyper and value != known.hyper[name]:
                 own = next((own for own, theirs in TORCH_NAMES.items() if theirs == name), name)
                 if name == _DECAY and not known.decays:
                     raise _refused(name, value, known.hyper[name], "which apply_decay_param_fun decides")
-                _set(optimizer, known, own, value)
+                found += _change(optimizer, known, own, value)
+    return found
 
 
 def make_accumulators(optimizer: Any, stepped: Stepped) -> None:
@@ -127,6 +134,7 @@ def _values(optimizer: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
         found[_DECAY] = _number(getattr(optimizer, "regularization", None))
     if _L2 in found:
         found[_DECAY] = found.pop(_L2)
+    found[_L1] = _l1(getattr(optimizer, "regularization", None) if given is None else given.get(_DECAY))
     return {name: value for name, value in found.items() if isinstance(value, _NUMBERS)}
 
 
@@ -137,6 +145,12 @@ def _number(value: Any) -> Any:
     if isinstance(value, L2Decay):
         return float(value._coeff)
     return float(value.item()) if hasattr(value, "item") else value
+
+
+def _l1(decay: Any) -> float:
+    from paddle.regularizer import L1Decay
+
+    return float(decay._coeff) if isinstance(decay, L1Decay) else 0.0
 
 
 def _hyper(optimizer: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -160,20 +174,20 @@ def _decays(optimizer: Any, parameter: Any) -> bool:
     return function is None or bool(function(parameter.name))
 
 
-def _set_rate(optimizer: Any, known: ParameterGroup, value: Any) -> None:
+def _change_of_rate(optimizer: Any, known: ParameterGroup, value: Any) -> Iterator[Callable[[], None]]:
     from paddle.optimizer.lr import LRScheduler
 
     if not isinstance(optimizer._learning_rate, LRScheduler) and known.multiple and value != known.hyper[_LR]:
-        optimizer.set_lr(float(value) / known.multiple)
+        yield partial(optimizer.set_lr, float(value) / known.multiple)
 
 
-def _set(optimizer: Any, known: ParameterGroup, name: str, value: Any) -> None:
+def _change(optimizer: Any, known: ParameterGroup, name: str, value: Any) -> Iterator[Callable[[], None]]:
     """Set a hyper-parameter by Paddle's name, where it is a number now."""
     before = _values(optimizer, known.given).get(name)
     if before == value:
         return
     if name == _DECAY and _L2 in optimizer._default_dict:
-        _set_l2(optimizer, known, float(value))
+        yield from _change_of_l2(optimizer, known, float(value))
         return
     holders: list[tuple[Any, Any]] = [(known.given, name)] if known.given is not None else []
     if not holders:
@@ -182,20 +196,20 @@ def _set(optimizer: Any, known: ParameterGroup, name: str, value: Any) -> None:
     if not holders:
         raise _refused(name, value, before, f"which {type(optimizer).__name__} gets when it is constructed")
     for holder, key in holders:
-        holder[key] = type(holder[key])(value)
+        yield partial(holder.update, {key: type(holder[key])(value)})
 
 
-def _set_l2(optimizer: Any, known: ParameterGroup, value: float) -> None:
+def _change_of_l2(optimizer: Any, known: ParameterGroup, value: float) -> Iterator[Callable[[], None]]:
     """Set the decay of a Momentum, whose step does it by a method and a coefficient."""
     other = optimizer.regularization if known.given is None else known.given.get(_DECAY)
     if other is not None:
         raise _refused(_DECAY, value, str(other), "which it gets when it is constructed")
     new = {_L2: value, _METHOD: "l2_decay" if value else ""}
     if known.given is not None:
-        known.given.update(new)
+        yield partial(known.given.update, new)
     else:
-        vars(optimizer).update({f"_{name}": one for name, one in new.items()})
-        optimizer._default_dict.update(new)
+        yield partial(vars(optimizer).update, {f"_{name}": one for name, one in new.items()})
+        yield partial(optimizer._default_dict.update, new)
 
 
 def _refused(name: str, stored: Any, live: Any, why: str) -> StateMismatch:

@@ -100,7 +100,13 @@ class PaddleOptimizer:
         fence.register_step_pre_hook(self._before_step)
         fence.register_step_post_hook(self._after_step)
         self.shards = OptimizerShards(
-            groups=self.groups, state=self.state, install=self.install, hooks=[fence], new=self.new, makes_masters=True
+            groups=self.groups,
+            state=self.state,
+            install=self.install,
+            hooks=[fence],
+            new=self.new,
+            makes_masters=True,
+            check=self.check,
         )
 
     def groups(self) -> list[dict[str, Any]]:
@@ -172,9 +178,33 @@ class PaddleOptimizer:
             )
         return self._declared(place, stepped, key, held[key])
 
+    def check(self, groups: list[dict[str, Any]], keys: dict[str, set[str]]) -> None:
+        """Raise `StateMismatch` for hyper-parameters that cannot be set, and for state of a parameter of another kind."""
+        hyper_parameters.changes(self.optimizer, self._groups(), groups)
+        places = self._places()
+        for stepped in hyper_parameters.stepped_by(self._sharding):
+            name, held = self._place(places, stepped).name, self._held(stepped)
+            given = {MASTER if key in MASTER_KEYS else key for key in keys.get(name, ())}
+            unknown = sorted(given - held.keys() - {STEP})
+            if held and unknown:
+                raise StateMismatch(
+                    f"{type(self.optimizer).__name__} keeps no {unknown[0]!r} of {name!r}, and the checkpoint has one",
+                    hint="construct the optimizer as the one that was saved, or leave its state out: restore(groups=…)",
+                    tensor=name,
+                )
+            counted = POWERS if STEP in given or name in self._steps else ()
+            lacking = sorted(self._made.get(name, set()) - given - {MASTER, *counted})
+            if lacking:
+                raise StateMismatch(
+                    f"the checkpoint has state of {name!r}, but lacks its {lacking[0]!r}",
+                    hint="construct the optimizer as the one that was saved, or leave its state out: restore(groups=…)",
+                    tensor=name,
+                )
+
     def install(self, groups: list[dict[str, Any]], values: dict[str, dict[str, Any]]) -> None:
         made, self._made = self._made, {}
-        hyper_parameters.install(self.optimizer, self._groups(), groups)
+        for change in hyper_parameters.changes(self.optimizer, self._groups(), groups):
+            change()
         places = self._places()
         for stepped in hyper_parameters.stepped_by(self._sharding):
             held = self._held(stepped)
@@ -182,18 +212,13 @@ class PaddleOptimizer:
                 place = self._place(places, stepped)
                 given = {MASTER if key in MASTER_KEYS else key: value for key, value in values.get(place.name, {}).items()}
                 self._fill(place, stepped, held, given)
-                self._refuse_lacking(place.name, made.get(place.name, set()) - given.keys(), stepped)
+                if MASTER in made.get(place.name, set()) - given.keys():  # it is made of the weight instead
+                    master = self.optimizer._master_weights[stepped.kept.name]
+                    master.set_value(stepped.kept.astype(master.dtype))
 
     def _fill(self, place: ParameterPlace, stepped: Stepped, held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Put values that were not restored in place into the accumulators, and make powers of the number of steps."""
         name = place.name
-        unknown = sorted(given.keys() - held.keys() - {STEP})
-        if unknown:
-            raise StateMismatch(
-                f"{type(self.optimizer).__name__} keeps no {unknown[0]!r} of {name!r}, and the checkpoint has one",
-                hint="construct the optimizer as the one that was saved, or leave its state out: restore(groups=…)",
-                tensor=name,
-            )
         with torch.no_grad():
             for key, value in given.items():
                 if key != STEP and isinstance(value, torch.Tensor):
@@ -208,19 +233,6 @@ class PaddleOptimizer:
                 for key, beta in zip(POWERS, hyper_parameters.betas_of(self.optimizer, stepped), strict=True):
                     if key in powers:
                         self._view(place, key, held[key]).fill_(beta_powers.power(beta, steps))
-
-    def _refuse_lacking(self, name: str, lacking: set[str], stepped: Stepped) -> None:
-        """A new accumulator that the checkpoint lacks would continue from zero; a master is made of the weight instead."""
-        if MASTER in lacking:
-            master = self.optimizer._master_weights[stepped.kept.name]
-            master.set_value(stepped.kept.astype(master.dtype))
-        lacking = lacking - {MASTER, *(POWERS if name in self._counted else ())}
-        if lacking:
-            raise StateMismatch(
-                f"the checkpoint has state of {name!r}, but lacks its {sorted(lacking)[0]!r}",
-                hint="construct the optimizer as the one that was saved, or leave its state out: restore(groups=…)",
-                tensor=name,
-            )
 
     def _known(self, place: ParameterPlace, stepped: Stepped, held: dict[str, Any]) -> _Kept:
         """What is stored of a parameter; the identical one as long as the tensors have the same memory and place."""
