@@ -32,7 +32,10 @@ class Turned:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.model(torch.randn(2, SIZE)).sum().backward()
         self.optimizer.step()
-        self.form = ModelForm(lambda: layout(statements), lambda: {"config.json": {"a": 1}, "other.json": 2})
+        self.form = ModelForm(lambda: layout(statements), lambda: {"config.json": {"a": 1}, "other.json": 2}, self.parts)
+
+    def parts(self) -> list[tuple[str, dict[str, Any]]]:
+        return [("", vars(self.model))]
 
     @property
     def state(self) -> dict[str, Any]:

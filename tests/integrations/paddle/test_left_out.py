@@ -144,6 +144,27 @@ def test_paddles_own_schedulers_lose_nothing(made: Callable[[], Any]) -> None:
         assert count < 4 or step(other) == rate
 
 
+def test_the_mode_of_a_layer_that_has_changed_is_named(tmp_path: Path) -> None:
+    """As torch's: one that is frozen by eval() in the training. Not one that was so from the first step on, and not all of
+    them during a validation.
+    """
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.1)))
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    model[2].eval()
+    with holdfast_paddle.attach(model, optimizer, "run", at=tmp_path) as attached:
+        backward(model)
+        optimizer.step()
+        optimizer.clear_grad()
+        assert "mode" not in notes_of(lambda: attached.save(1, wait="durable"))
+        model.eval()
+        assert "mode" not in notes_of(lambda: attached.save(2, wait="durable"))
+        model.train()
+        model[2].eval()
+        model[1].eval()
+        assert "submodules, which has changed: model.1;" in notes_of(lambda: attached.save(3, wait="durable"))
+        assert "the mode of submodules, as it was when saved: model.1 (eval)" in notes_of(attached.restore)
+
+
 def test_every_optimizer_brings_its_scheduler() -> None:
     """Beside another one that is given, too."""
     model, own, other = nn.Linear(3, 3), lr.StepDecay(0.1, 2), lr.StepDecay(0.1, 3)

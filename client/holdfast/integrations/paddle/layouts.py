@@ -41,7 +41,10 @@ def form_of(model: Any, views: LayerViews) -> ModelForm:
             return None
         return _layout(model, views, programs.program_of(model, views.tensors, _of_all_ranks))
 
-    return ModelForm(own_layout, lambda: _assets(model, views))
+    def parts() -> list[tuple[str, dict[str, Any]]]:
+        return [(name, vars(layer)) for name, layer in views.places.layer.named_sublayers(include_self=True)]
+
+    return ModelForm(own_layout, lambda: _assets(model, views), parts)
 
 
 def _layout(model: Any, views: LayerViews, program: Program) -> ParallelLayout:

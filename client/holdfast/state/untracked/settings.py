@@ -4,7 +4,7 @@ of single submodules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ class Settings:
 
     def __init__(self) -> None:
         self._modules: dict[int, nn.Module] = {}  # kept alive, so that an id stays what it was
+        self._held: dict[int, Mapping[str, Any]] = {}  # as these
         self._first_flags: dict[tuple[int, str], bool] = {}
         self._flags: list[bool] = []
         self._first_modes: dict[int, bool] = {}
@@ -43,20 +44,26 @@ class Settings:
         """A walk begins, in which `see` is called for all modules."""
         self._roots, self._places, self._parameters, self._flags, self._modes = {}, [], [], [], {}
 
-    def record(self, path: str, root: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        found = _Root(vars(root), [], [])
+    def record(self, path: str, root: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        self.record_modes(path, vars(root), ((name, vars(module)) for name, module in modules))
         for name, module in modules:
             self._modules[id(module)] = module
             below = f"{path}.{name}" if name else path
-            if "training" in vars(module):  # not in those of TorchScript
-                found.paths.append(below)
-                found.parts.append(vars(module))
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     self._parameters.append(parameter)
                     self._places.append((f"{below}.{key}", id(module), key))
                     self._first_flags.setdefault((id(module), key), parameter.requires_grad)
-        if "training" in found.held:
+
+    def record_modes(self, path: str, root: Mapping[str, Any], parts: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """The modes of a model, and of all parts of it by name: of each, the attributes, which have `training`."""
+        found = _Root(root, [], [])
+        for name, held in parts:
+            if "training" in held:  # not in those of TorchScript
+                found.paths.append(f"{path}.{name}" if name else path)
+                found.parts.append(held)
+                self._held[id(held)] = held
+        if "training" in root:
             self._roots[id(root)] = found
 
     def stepped(self) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from holdfast.left_out import LeftOutNote
 from holdfast.state import optimizer_wrappers
 from holdfast.state.extras import GROUP
-from holdfast.state.named import modules_of
+from holdfast.state.named import Named, modules_of
 from holdfast.state.untracked.attributes import Attributes, plain_values, shown
 from holdfast.state.untracked.buffers import Buffers
 from holdfast.state.untracked.gradients import Gradients
@@ -58,6 +58,9 @@ class Unsaved:
                 self._attributes.see_modules(key, named)
                 self._buffers.record(key, named)
                 self._settings.record(key, module, named)
+            if isinstance(value, Named) and value.form is not None:
+                parts = value.form.parts()
+                self._settings.record_modes(key, parts[0][1], parts)
             for path, owner in self._optimizers(key, value):
                 around = (
                     not isinstance(owner, torch.optim.Optimizer) or owner not in optimizer_wrappers.find(value).optimizers
