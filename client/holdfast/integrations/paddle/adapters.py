@@ -135,8 +135,6 @@ def _base_names(layer: Any, wanted: Iterable[str]) -> dict[str, AdapterTensor]:
     own = {name: one for name, one in base.state_dict(use_hook=False).items() if ".lora_" not in name}
     made = programs.program_of(base, own)
     names = [name for name in dict.fromkeys(wanted) if name in own]
-    if made is None:
-        return {name: AdapterTensor(name, False) for name in names}
     shapes = {name: _PROBE if len(own[name].shape) == 2 else tuple(own[name].shape) for name in names}
     back = way_back(made)
     found: dict[str, list[str]] = {}
