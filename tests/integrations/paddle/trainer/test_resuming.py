@@ -9,10 +9,11 @@ from tests.suites.adapter_suite import AdapterSuite, Case
 
 
 class TestPaddleFormers(AdapterSuite):
-    """With few kills: a start takes most of its time to import PaddleFormers."""
+    """With few kills but in the first: a start takes most of its time to import PaddleFormers."""
 
     SCRIPT = "tests.integrations.paddle.trainer.train"
     KILLED = (
+        Case("200 steps", "--half --master-grad --accumulate 2 --evaluate --best --steps 200"),
         Case("mid-epoch", "--rows 22", kills=3),
         Case("draws, accumulation", "--drawn --accumulate 2", kills=3),
         Case("masters, evaluation, best", "--half --master-grad --accumulate 2 --evaluate --best", kills=3),
