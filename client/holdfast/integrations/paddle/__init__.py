@@ -67,23 +67,11 @@ def attach(trained: Any, second: Any, run: str | None = None, /, **named: Any) -
     Every rank calls it. Raises `InvalidRequest` for what cannot be saved.
     """
     if run is not None:
-        return _attached(trained, second, run, **named)
+        own = {name: named.pop(name, None) for name in ("scheduler", "scaler", "more")}
+        state = entries.state(trained, second, own["scheduler"], own["scaler"], **(own["more"] or {}))
+        return Attached(run, state, named)
     if not isinstance(second, str):
         raise InvalidRequest("attach() was given no run", hint='attach(model, optimizer, "run")')
     from holdfast.integrations import paddleformers
 
     return paddleformers.attach(trained, second, **named)
-
-
-def _attached(
-    model: Any,
-    optimizer: Any,
-    run: str,
-    /,
-    *,
-    scheduler: Any = None,
-    scaler: Any = None,
-    more: Mapping[str, Any] | None = None,
-    **options: Unpack[Options],
-) -> Attached:
-    return Attached(run, entries.state(model, optimizer, scheduler, scaler, **(more or {})), options)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.integrations.paddle.fleet import ranks
 from holdfast.integrations.paddleformers import refusals, trainer_state
+from holdfast.integrations.paddleformers.callbacks import CallbackStates, CallbackWatch
 from holdfast.integrations.paddleformers.data_streams import LoaderStreams
 from holdfast.integrations.paddleformers.library import Library
 from holdfast.integrations.trainers.resuming import STATE_FILE
@@ -35,6 +36,7 @@ class PaddleFormersTrainer:
         self._logged: dict[str, float] = {}
         self._coefficient: float | None = None
         self._holds_best = False
+        self._watch = CallbackWatch(())
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:
@@ -74,7 +76,7 @@ class PaddleFormersTrainer:
             )
 
     def live(self) -> dict[str, Any]:
-        return trainer_state.live_objects(self._trainer)
+        return {**trainer_state.live_objects(self._trainer), "callbacks": CallbackStates(self._callbacks)}
 
     def given(self) -> dict[str, Any]:
         if not self._coefficient:
@@ -89,7 +91,17 @@ class PaddleFormersTrainer:
     def groups(self) -> tuple[str, ...] | None:
         return (trainer_state.model_group(self._trainer),) if self._trainer.args.ignore_save_lr_and_optim else None
 
-    def before_save(self) -> None: ...
+    def begin(self) -> None:
+        """The first step is next."""
+        self._watch = CallbackWatch(self._callbacks)
+
+    def before_save(self) -> None:
+        self._watch.look()
+
+    @property
+    def _callbacks(self) -> list[Any]:
+        found: list[Any] = self._trainer.callback_handler.callbacks
+        return found
 
     def state_file(self) -> str:
         return trainer_state.state_file(self._trainer)
@@ -169,7 +181,7 @@ class PaddleFormersTrainer:
 
     def reads_files(self) -> bool:
         plain = self._library.callback.on_save
-        return any(_reads_files(one, plain) for one in self._trainer.callback_handler.callbacks)
+        return any(_reads_files(one, plain) for one in self._callbacks)
 
     def published(self, directory: Path) -> None: ...
 

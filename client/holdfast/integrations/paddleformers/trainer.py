@@ -120,6 +120,7 @@ class TrainerMoments:
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.run.begin(kwargs.get("train_dataloader"))
         self.run.prepare()
+        self.side.begin()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.side.streams.epoch_begins()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from holdfast.integrations.trainers.export_places import ExportPlace
 from holdfast.integrations.trainers.options import is_remote
 from holdfast.link.own_daemon import OwnDaemon
 from holdfast.rest.api import Api
@@ -19,6 +21,8 @@ from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_formats.rest.jobs import EXPORT_KINDS, ExportArguments, ExportJob
 
 log = logging.getLogger(__name__)
+
+STILL_S = 600.0  # how long the end of a training waits for an export that writes nothing
 
 
 def check(options: Mapping[str, Any]) -> None:
@@ -38,17 +42,22 @@ def check(options: Mapping[str, Any]) -> None:
 class Exports:
     """Exports the newest committed step into DIRECTORY/checkpoint-N for each kind, one at a time, in a thread.
 
-    A step that is not exported yet when a newer one is committed is left out. With a daemon on another machine, the
-    directories are below its --export-root, and it goes on with a job when this process ends.
+    A step that is not exported yet when a newer one is committed is left out. Older exports beyond `limit` are removed, but
+    not that of the step that `best` returns. With a daemon on another machine, the directories are below its --export-root,
+    where none is removed, and it goes on with a job when this process ends.
     """
 
-    def __init__(self, run: str, root: Path | None, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run: str, root: Path | None, options: Mapping[str, Any], limit: int | None, best: Callable[[], int | None]
+    ) -> None:
+        self._limit, self._best = limit, best
         self._run, self._root, self._at = run, root, str(options.get("at"))
         self._remote = is_remote(options)
         self._kinds = {kind: os.fspath(place) for kind, place in options["exports"].items()}
         self._changed = threading.Condition()
         self._wanted: int | None = None  # the newest committed step that is not exported yet
         self._closing = False
+        self._moved = time.monotonic()  # when an export last wrote something
         self._thread = own_threads.begin(self._serve, "holdfast-exports", lambda: self.close(wait=False))
 
     def after(self, ticket: SaveTicket) -> None:
@@ -62,13 +71,26 @@ class Exports:
             self._changed.notify()
 
     def close(self, wait: bool) -> None:
-        """End, after the export of the newest step if `wait`; else one that is being made ends with this process."""
+        """End, after the export of the newest step if `wait`; else one that is being made ends with this process.
+
+        An export that writes nothing for `STILL_S` is not awaited any longer.
+        """
         with self._changed:
             self._closing = True
             self._wanted = self._wanted if wait else None
+            self._moved = time.monotonic()
             self._changed.notify()
-        if wait:
-            self._thread.join()
+        while wait and self._thread.is_alive():
+            left = self._moved + STILL_S - time.monotonic()
+            if left <= 0:
+                log.warning(
+                    "an export of %s has written nothing for %.0f s, and is not awaited: look at the daemon's log, and "
+                    "export the newest step with `holdfast export`",
+                    self._run,
+                    STILL_S,
+                )
+                return
+            self._thread.join(left)
 
     def _serve(self) -> None:
         while True:
@@ -79,6 +101,10 @@ class Exports:
                 return
             for kind, place in self._kinds.items():
                 self._export(step, kind, f"{place}/checkpoint-{step}")
+                self._rotate(place)
+
+    def _moves(self, done: int, total: int) -> None:
+        self._moved = time.monotonic()
 
     def _export(self, step: int, kind: str, to: str) -> None:
         if not self._remote and os.path.lexists(to):
@@ -93,7 +119,16 @@ class Exports:
             daemon = None if self._root is None else OwnDaemon.serving(self._root)
             if daemon is None:
                 raise DaemonGone(f"no daemon of this user serves {self._root}", hint="start one with `holdfast serve`")
-            daemon.do(job, lambda done, total: None)
+            daemon.do(job, self._moves)
             log.info("exported %s@%d as %s: %s", self._run, step, kind, to)
-        except CheckpointError as error:
+            ExportPlace(os.path.dirname(target), self._run).note(step)
+        except (CheckpointError, OSError) as error:
             log.warning("%s@%d was not exported as %s: %s", self._run, step, kind, error)
+
+    def _rotate(self, place: str) -> None:
+        if self._limit is None or self._remote:
+            return
+        try:
+            ExportPlace(place, self._run).rotate(self._limit, self._best())
+        except OSError as error:
+            log.warning("old exports of %s in %s were not removed: %s", self._run, place, error)

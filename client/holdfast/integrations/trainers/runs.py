@@ -239,9 +239,25 @@ class TrainerRun:
         try:
             result = start()
             done = self._trained = True
+            self._warn_if_unsaved(0 if source is None else source.step)
             return result
         finally:
             self._end(done)
+
+    def _warn_if_unsaved(self, first: int) -> None:
+        """A training that ends before its first save leaves nothing behind, unless it was told to."""
+        args, step = self.trainer.args, self.trainer.state.global_step
+        strategy = getattr(args.save_strategy, "value", args.save_strategy)
+        if step > first and not self._saves and strategy != "no":
+            log.warning(
+                "%s trained from step %d to %d, and none of them was saved (save_strategy=%s, save_steps=%s): lower "
+                "save_steps",
+                self.run,
+                first,
+                step,
+                strategy,
+                args.save_steps,
+            )
 
     def _end(self, done: bool) -> None:
         checkpointer, self._checkpointer, self._source = self._checkpointer, None, None
@@ -272,7 +288,8 @@ class TrainerRun:
         if not is_remote(self._options):  # on every rank: none waits in a collective while another one starts the daemon
             self._output.check_place(self._checkpointer)
         if self._options.get("exports") and self.trainer.is_world_process_zero():
-            self._exports = Exports(self.run, self._checkpointer.root(), self._options)
+            limit = keep_last(args, self._options)
+            self._exports = Exports(self.run, self._checkpointer.root(), self._options, limit, framework.best_step)
         return self._checkpointer
 
     def _existing(self, step: int) -> Existing:

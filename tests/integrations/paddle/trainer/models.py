@@ -64,12 +64,12 @@ class HalfNet(nn.Layer):
         return functional.cross_entropy(logits, labels), logits
 
 
-def small_llama() -> LlamaForCausalLM:
+def small_llama(dropout: float = 0.1) -> LlamaForCausalLM:
     """About ten thousand parameters, with dropout in PaddleFormers."""
     paddle.seed(0)
     shape = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    how = {"attention_dropout": 0.1, "fuse_rms_norm": False, "_attn_implementation": "eager"}
+    how = {"attention_dropout": dropout, "fuse_rms_norm": False, "_attn_implementation": "eager"}
     how = {"use_flash_attention": False} if IS_PADDLENLP else how
     return LlamaForCausalLM(LlamaConfig(**shape, **heads, **how))
 

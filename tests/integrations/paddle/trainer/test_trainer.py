@@ -6,9 +6,12 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 import torch
@@ -349,6 +352,63 @@ def adapted(**changed: Any) -> LoRAModel:
     return model
 
 
+class Keeps(TrainerCallback):
+    """Counts its steps, and says so."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Forgets(TrainerCallback):
+    """Counts its steps, and says nothing."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.count += 1
+
+
+def test_callbacks_have_their_states_back(
+    daemon: RunningDaemon, run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also the patience of EarlyStoppingCallback; one that changes and says nothing is named once."""
+    best = {"evaluation_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "max_steps": 12}
+    best |= {"metric_for_best_model": "loss", "greater_is_better": False, "save_total_limit": 2}  # the first one is the best
+
+    def callbacks() -> list[TrainerCallback]:
+        return [Keeps(), Forgets(), EarlyStoppingCallback(early_stopping_patience=4)]
+
+    first = plain(tmp_path, Judged, [*callbacks(), EarlyStops(6)], **best)
+    attach(first, run, at=daemon.socket).train()
+    assert caplog.text.count("Forgets.count changes and is not saved") == 1 and "Keeps" not in caplog.text
+    second = attach(plain(tmp_path, Judged, callbacks(), **best), run, at=daemon.socket)
+    second.train()
+    keeps = next(one for one in second.callback_handler.callbacks if isinstance(one, Keeps))
+    assert (second.state.global_step, keeps.count) == (10, 10)  # patience ends with the fifth evaluation, not the eighth
+    third = attach(plain(tmp_path, max_steps=12), run, at=daemon.socket)
+    third.train()
+    assert "the checkpoint has the state of a Keeps, and this Trainer has none" in caplog.text
+
+
+def test_a_training_that_ends_before_its_first_save_says_so(
+    daemon: RunningDaemon, run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attach(plain(tmp_path, save_strategy="no"), f"{run}-none", at=daemon.socket).train()
+    assert "none of them was saved" not in caplog.text
+    attach(plain(tmp_path, save_steps=50), run, at=daemon.socket).train()
+    assert f"{run} trained from step 0 to 6, and none of them was saved (save_strategy=steps, save_steps=50)" in caplog.text
+
+
 class EarlyStops(TrainerCallback):
     """Ends a training at a step."""
 
@@ -363,7 +423,9 @@ class Judged(Trainer):
     """Evaluates without a model: PaddleFormers 1.2.0 cannot evaluate one with LoRA unless PaddleFleet is installed."""
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        return {"eval_loss": float(self.state.global_step)}
+        metrics = {"eval_loss": float(self.state.global_step)}
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
 
 def test_the_best_adapter_comes_back(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
@@ -420,6 +482,27 @@ def test_checkpoints_are_exported_after_their_commit(daemon: RunningDaemon, run:
     attach(plain(tmp_path / "output"), run, at=daemon.root, exports=wanted).train()
     assert (tmp_path / "uc" / "checkpoint-6" / "optimizer.safetensors.index.json").is_file()
     assert (tmp_path / "hf" / "checkpoint-6" / "config.json").is_file()
+
+
+def test_paddleformers_alone_goes_on_from_exports(tmp_path: Path) -> None:
+    """With the losses and the optimizer of a training that was not interrupted, and what PDC waits for is there."""
+
+    def ran(kind: str) -> dict[str, np.ndarray]:
+        words = ["-m", "tests.integrations.paddle.trainer.exported", tmp_path, kind, tmp_path / f"{kind}.npz"]
+        done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, check=False, timeout=600)
+        assert done.returncode == 0, done.stderr[-4000:]
+        with np.load(tmp_path / f"{kind}.npz") as found:
+            return dict(found)
+
+    whole = ran("whole")
+    ran("saved")
+    for kind in ("uc", "flex"):
+        assert (tmp_path / kind / "checkpoint-4" / ".checkpoint_done").is_file()
+        resumed = ran(kind)
+        assert {name for name in resumed if name.startswith("loss")} == {"loss 5", "loss 6"}
+        assert resumed.keys() == {name for name in whole if not name.startswith("loss") or name in ("loss 5", "loss 6")}
+        for name, array in resumed.items():
+            assert np.array_equal(array, whole[name]), (kind, name)
 
 
 def test_an_export_that_fails_does_not_end_the_training(

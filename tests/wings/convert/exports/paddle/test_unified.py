@@ -54,7 +54,7 @@ def test_imported_again_it_is_the_checkpoint(tmp_path: Path) -> None:
     assert unified.KIND.recognises(tier)
     listing = unified.KIND.read(tier, ReadOptions())
     check_equal(out, listing, {group: GROUPS[group] for group in ("model", "master", "optim")})
-    assert listing.step == 2 and {use.use for use in listing.files} == {"tensors", "state", "asset"}
+    assert listing.step == 2 and {use.use for use in listing.files} == {"tensors", "state", "asset", "signal"}
     (group,) = (g for g in listing.documents["optim"]["optimizer"]["groups"].values() if isinstance(g, dict))
     assert (group["betas"], group["lr"]) == ({"$tuple": list(BETAS)}, 1e-3)
 

@@ -14,7 +14,8 @@ from holdfast_service.wings.convert.foreign import pickle_writer
 from holdfast_service.wings.convert.foreign.pickle_writer import MadeObject, NamedGlobal
 
 STATE_FILE, SCHEDULER_FILE = "trainer_state.bin", "scheduler.pdparams"
-FILES = frozenset({STATE_FILE, SCHEDULER_FILE})
+DONE_FILE = ".checkpoint_done"  # what PDC and its get_last_checkpoint wait for
+FILES = frozenset({STATE_FILE, SCHEDULER_FILE, DONE_FILE})
 _CLASS = NamedGlobal("paddleformers.trainer.trainer_callback.TrainerState")
 # The attributes of a TrainerState of a run of which nothing else is known.
 _BEGUN: Mapping[str, Any] = {
@@ -40,7 +41,8 @@ class TrainerFiles(NamedTuple):
 
 
 def trainer_files(source: ExportSource, state: PaddleState) -> TrainerFiles:
-    """The files for the optimizer's number of steps; none for a checkpoint without such state.
+    """The files for the optimizer's number of steps; none for a checkpoint without such state. The last one says that all
+    are there, as the directory's name does.
 
     Files kept by an import from Paddle are written back unchanged, if they are of the same step.
     """
@@ -71,7 +73,8 @@ def trainer_files(source: ExportSource, state: PaddleState) -> TrainerFiles:
             return TrainerFiles(tuple(files), tuple(notes))
         notes.append(f"PaddleFormers' scheduler continues from step {step} at learning rate {rate}")
         last = {"last_epoch": step, "last_lr": rate}
-    return TrainerFiles((*files, small_file(SCHEDULER_FILE, pickle_writer.dumps(last))), tuple(notes))
+    files += [small_file(SCHEDULER_FILE, pickle_writer.dumps(last)), small_file(DONE_FILE, pickle_writer.dumps(step))]
+    return TrainerFiles(tuple(files), tuple(notes))
 
 
 def _rate(source: ExportSource) -> float | None:
