@@ -148,7 +148,7 @@ def test_a_module_without_tests_is_named(path: str, text: str, elsewhere: dict[s
         ({"tests/formats/test_naming.py": ["formats/holdfast_formats/gone.py"]}, "is not there"),
         ({"tests/test_gone.py": []}, "tests/test_gone.py is not there"),
         ({"tests/client/test_policies.py": ["client/holdfast/tickets.py"]}, ""),
-        ({"tests/client/test_policies.py": ["client/holdfast/stage/save_task.py"]}, ""),
+        ({"tests/client/test_policies.py": ["client/holdfast/stage/saves.py"]}, ""),
         ({"tests/client/test_policies.py": ["service/holdfast_service/daemon/saving/write_queue.py"]}, ""),
     ],
 )

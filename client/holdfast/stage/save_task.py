@@ -86,7 +86,8 @@ class SaveTask:
             for copying in self._devices:
                 copying.settle()
             self._tickets.drop(self._ticket)  # before the daemon answers: this is the only report to the caller
-            self._give_up(error if isinstance(error, CheckpointError) else CheckpointError(f"staging failed: {error!r}"))
+            failure = error if isinstance(error, CheckpointError) else CheckpointError(f"staging failed: {error!r}")
+            self._give_up(failure).wait(ABANDON_WAIT_S)
             raise
         at_exit.see_through(self)
         self._copy = copy
@@ -134,7 +135,9 @@ class SaveTask:
             until(self._copy.ended)
 
     def leave(self, until: Until) -> None:
-        """Wait until nothing writes into the slot any more. With an average, also until the daemon has the previous save."""
+        """Wait until nothing writes into the slot any more, and the daemon knows of a failure: told later, it would take it
+        for one of the next save of that step. With an average, also until the daemon has the previous save.
+        """
         if self._copy is not None:
             self.fence()
             until(self._written)
@@ -167,16 +170,18 @@ class SaveTask:
                 self._tickets.drop(self._ticket)
             else:
                 self._tickets.fail(self._ticket, failure)
-            self._give_up(failure)
+            self._give_up(failure, self._written).wait(ABANDON_WAIT_S)
+        except BaseException:
+            self._written.set()
+            raise
         else:
             self._ticket.mark_staged()
         finally:
-            self._written.set()
             at_exit.forget(self)
 
-    def _give_up(self, error: CheckpointError) -> None:
-        """Abandon the slot in a background thread: the daemon may not answer."""
-        latch = Latch()
+    def _give_up(self, error: CheckpointError, latch: Latch | None = None) -> Latch:
+        """Abandon the slot in a background thread: the daemon may not answer. Returns the latch that is set then."""
+        told = latch or Latch()
 
         def tell() -> None:
             try:
@@ -184,7 +189,7 @@ class SaveTask:
             except CheckpointError as gone:
                 log.warning("could not notify the daemon that step %d is given up: %s", self._ticket.step, gone.detail)
             finally:
-                latch.set()
+                told.set()
 
         own_threads.start(tell)
-        latch.wait(ABANDON_WAIT_S)
+        return told
