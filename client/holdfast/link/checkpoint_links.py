@@ -37,8 +37,10 @@ class CheckpointLinks:
         root = self._session.root()
         if root is None:
             raise InvalidRequest(
-                f"no link can lead to checkpoints of {self._run}: the daemon's directory is not on this machine",
-                hint="leave the link out; `holdfast export` makes a copy",
+                f"no link can lead to checkpoints of {self._run}: the daemon's directory is not on this machine, or its "
+                f"{naming.ROOT_FILE} was removed",
+                hint="leave the link out; `holdfast export` makes a copy. If the file was removed, start the program again: "
+                "it finds the committed checkpoints",
             )
         step = of.step if isinstance(of, SaveTicket) else naming.check_step(of)
         target, link = root / naming.checkpoint_path(self._run, step), Path(os.path.abspath(path))
@@ -91,7 +93,10 @@ class CheckpointLinks:
         if link.is_symlink():
             target = os.readlink(link)
             if naming.linked_step(self._run, target) is None:
-                raise InvalidRequest(f"{link} exists, and is not a link to a checkpoint of {self._run}")
+                raise InvalidRequest(
+                    f"{link} exists, and is a link to {target}, which is not a checkpoint of {self._run}",
+                    hint="choose another name (another output_dir of a Trainer), or remove the link",
+                )
             if os.path.isdir(target) and Path(os.path.realpath(target)).parents[2] != root.resolve():
                 raise InvalidRequest(
                     f"{link} leads to a checkpoint of another root, {target}, and protects that checkpoint from removal",

@@ -139,10 +139,10 @@ class ShardedOptimizer(NamedTuple):
 
     def user_given(self) -> frozenset[str]:
         """The hyper-parameters that its user gives; the framework's own schedule moves the learning rates. A hook that
-        stands for the optimizer of another framework says what is given to that.
+        stands for the optimizer of another framework says what is given to that, and that no schedule moves.
         """
         told = (getattr(hook, "given", ()) for hook in self.shards.hooks)
-        return given_to(self.shards.hooks).union(*told) - {"lr"}
+        return (given_to(self.shards.hooks) - {"lr"}).union(*told)
 
     def began(self) -> dict[str, float]:
         """The framework's own scheduler sets the learning rates."""

@@ -104,8 +104,9 @@ def test_what_stands_there_is_not_touched(daemon: RunningDaemon, tmp_path: Path)
         elsewhere.mkdir(parents=True)
         (tmp_path / "of-another-root").symlink_to(elsewhere)
         for name in ("file", "directory", "other", "another", "of-another-root", "file/below"):
-            with pytest.raises(InvalidRequest):
+            with pytest.raises(InvalidRequest) as refused:
                 checkpointer.link(ticket, tmp_path / name)
+            assert refused.value.hint or name == "file/below"
         for name in ("link", "refused/link", "refused/checkpoints/link"):
             with pytest.raises(InvalidRequest, match="in the root"):
                 checkpointer.link(ticket, daemon.root / name)
@@ -123,6 +124,19 @@ def test_what_stands_there_is_not_touched(daemon: RunningDaemon, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     with pytest.raises(InvalidRequest, match="closed"):
         checkpointer.link(ticket, tmp_path / "late")
+
+
+def test_a_removed_mark_of_the_root_is_named(daemon: RunningDaemon, tmp_path: Path) -> None:
+    """The directory may be another one then, so nothing links into it."""
+    mark = daemon.root / naming.ROOT_FILE
+    with Checkpointer("marked", {"model": torch.nn.Linear(2, 2)}, at=daemon.socket) as checkpointer:
+        ticket = checkpointer.save(1, wait="durable")
+        content = mark.read_bytes()
+        mark.unlink()
+        with pytest.raises(InvalidRequest, match=r"\.holdfast\.root was removed"):
+            checkpointer.link(ticket, tmp_path / "link")
+        mark.write_bytes(content)
+        checkpointer.link(ticket, tmp_path / "link")
 
 
 def test_a_directory_that_was_removed_and_made_again_keeps_links(daemon: RunningDaemon, tmp_path: Path) -> None:

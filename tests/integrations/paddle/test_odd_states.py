@@ -55,6 +55,17 @@ class Kinds(nn.Layer):
         return self.linear(x)
 
 
+class Recurrent(nn.Layer):
+    """It has a buffer that is not saved, and that has no memory on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.lstm(x.unsqueeze(0))[0]
+
+
 def frozen() -> Any:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].weight.stop_gradient = True
@@ -96,8 +107,9 @@ def bits(model: Any) -> dict[str, bytes]:
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1D(4)), None),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), two_groups),
         (lambda: paddle.jit.to_static(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), None),
+        (Recurrent, None),
     ],
-    ids=["frozen", "tied", "kinds", "buffers", "groups", "static"],
+    ids=["frozen", "tied", "kinds", "buffers", "groups", "static", "recurrent"],
 )
 def test_a_layer_continues(tmp_path: Path, make: Any, parameters: Any) -> None:
     """Its bits are those of the saved one, and so are they after more steps."""
@@ -235,6 +247,46 @@ def test_hyper_parameters_come_from_the_checkpoint_and_a_notice_says_so(tmp_path
         attached.restore()
         assert "weight_decay 0.01 by 0.2" in attached.checkpointer.notices[0]
     assert (second.get_lr(), second._beta2, second._weight_decay) == (0.003, 0.95, 0.2)
+
+
+def test_a_learning_rate_that_no_scheduler_moves_is_a_hyper_parameter_too(tmp_path: Path) -> None:
+    """A notice names the given one that the checkpoint's replaces, and the `keep=` that it names keeps the given one."""
+    model = nn.Linear(4, 4)
+    for rate, keep, expected in ((0.01, (), 0.01), (0.5, (), 0.01), (0.5, ("optimizer/lr",), 0.5)):
+        optimizer = paddle.optimizer.SGD(rate, parameters=model.parameters())
+        with holdfast_paddle.attach(model, optimizer, "run", at=tmp_path) as attached:
+            step = attached.restore(keep=keep)
+            notices = [notice for notice in attached.checkpointer.notices if "lr 0.5 by 0.01" in notice]
+            assert len(notices) == (optimizer.get_lr() != rate)
+            assert all("keep=('optimizer/lr',)" in notice for notice in notices)
+            assert optimizer.get_lr() == expected
+            if step == 0:
+                attached.save(1, wait="durable")
+
+
+def test_an_optimizer_that_is_none_of_paddle_and_a_taken_name_are_refused(tmp_path: Path) -> None:
+    """With what to pass, before anything is saved."""
+    model = nn.Linear(4, 4)
+    optimizer = paddle.optimizer.SGD(0.01, parameters=model.parameters())
+    for given in ([optimizer], {"one": optimizer}, torch.optim.SGD([torch.zeros(1)])):
+        with pytest.raises(InvalidRequest, match="not an optimizer of Paddle") as refused:
+            holdfast_paddle.attach(model, given, "run", at=tmp_path)
+        assert "more={'second': other}" in refused.value.hint
+    with pytest.raises(InvalidRequest, match="'scheduler' is one of the training's own"):
+        holdfast_paddle.attach(model, optimizer, "run", at=tmp_path, more={"scheduler": {}})
+
+
+def test_fence_lets_weights_be_changed_after_a_save(tmp_path: Path) -> None:
+    model, other = nn.Linear(2000, 2000), nn.Linear(2000, 2000)
+    before = bits(model)
+    with holdfast_paddle.attach(model, None, "run", at=tmp_path) as attached:
+        attached.save(1)
+        attached.fence()
+        with paddle.no_grad():
+            model.weight.scale_(3.0)
+    with holdfast_paddle.attach(other, None, "run", at=tmp_path) as attached:
+        attached.restore()
+    assert bits(other) == before
 
 
 def test_a_checkpoint_of_torch_continues(tmp_path: Path) -> None:

@@ -68,7 +68,9 @@ def attach(trained: Any, second: Any, run: str | None = None, /, **named: Any) -
     """
     if run is not None:
         own = {name: named.pop(name, None) for name in ("scheduler", "scaler", "more")}
-        state = entries.state(trained, second, own["scheduler"], own["scaler"], **(own["more"] or {}))
+        more = own["more"] or {}
+        entries.refuse_taken(more)
+        state = entries.state(trained, second, own["scheduler"], own["scaler"], **more)
         return Attached(run, state, named)
     if not isinstance(second, str):
         raise InvalidRequest("attach() was given no run", hint='attach(model, optimizer, "run")')

@@ -25,6 +25,10 @@ class Attached:
         """Restore the newest step, or this one; returns it, or 0 if there is none, as `Checkpointer.restore` does."""
         return self.checkpointer.restore(step, **options)
 
+    def fence(self) -> None:
+        """Return when the last save no longer reads the training, as `Checkpointer.fence` does; steps call it themselves."""
+        self.checkpointer.fence()
+
     def close(self, wait: bool = True) -> None:
         """Wait for the saves, as `Checkpointer.close` does."""
         self.checkpointer.close(wait)

@@ -17,7 +17,7 @@ class TensorContents(NamedTuple):
 
     def is_of(self, tensor: Any) -> bool:
         """Whether the tensor still has these contents."""
-        return self.address == tensor.data_ptr() and self.values == _values(tensor)
+        return self.address == _address(tensor) and self.values == _values(tensor)
 
     @property
     def zero(self) -> bool:
@@ -27,8 +27,13 @@ class TensorContents(NamedTuple):
 
 def contents_of(tensor: Any) -> TensorContents:
     """The contents that a dense tensor has now."""
-    small = size_of(tensor) <= COMPARED_MAX
-    return TensorContents(tensor.detach() if small else None, tensor.data_ptr(), _values(tensor))
+    values = _values(tensor)
+    return TensorContents(None if values is None else tensor.detach(), _address(tensor), values)
+
+
+def _address(tensor: Any) -> int:
+    """Where the tensor is; 0 without memory, as the `dropout_state` of an LSTM on a CPU: Paddle tells no address of it."""
+    return int(tensor.data_ptr()) if tensor._is_initialized() else 0
 
 
 def size_of(tensor: Any) -> int:

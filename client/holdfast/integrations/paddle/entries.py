@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,9 +39,13 @@ def state(model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any 
     """
     check_version()
     given = {MODEL: model, OPTIMIZER: optimizer, SCHEDULER: scheduler, SCALER: scaler}
-    taken = sorted({MODEL, OPTIMIZER, SCHEDULER, SCALER, RANDOM, adapters.GROUP} & more.keys())
-    if taken:
-        raise InvalidRequest(f"the entry {taken[0]!r} is one of the training's own", hint="give it another name")
+    refuse_taken(more)
+    if optimizer is not None and not _is_optimizer(optimizer):
+        raise InvalidRequest(
+            f"the optimizer is a {type(optimizer).__name__}, not an optimizer of Paddle",
+            hint="pass one paddle.optimizer.Optimizer; further ones are entries of their own: state(model, first, "
+            "second=other), or more={'second': other} of attach()",
+        )
     objects = {key: value for key, value in {**given, **more}.items() if value is not None or key in more}
     objects = {**objects, **_own_schedulers(objects)}
     layers = {key: LayerViews(value) for key, value in objects.items() if _is_layer(value)}
@@ -72,6 +76,13 @@ def state(model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any 
 
 def _as_adapter(entries: dict[str, Entry]) -> dict[str, Entry]:
     return {adapters.GROUP if key == MODEL else key: value for key, value in entries.items()}
+
+
+def refuse_taken(names: Iterable[str]) -> None:
+    """Raise `InvalidRequest` for names of further entries that the training's own have."""
+    taken = sorted({MODEL, OPTIMIZER, SCHEDULER, SCALER, RANDOM, adapters.GROUP} & set(names))
+    if taken:
+        raise InvalidRequest(f"the entry {taken[0]!r} is one of the training's own", hint="give it another name")
 
 
 def _places(layers: Mapping[str, LayerViews]) -> dict[str, ParameterPlace]:

@@ -41,7 +41,7 @@ class StepFence(torch.optim.Optimizer):
         self.param_groups.append(param_group)
 
     def tell(self, given: Iterable[str]) -> None:
-        """The names of the hyper-parameters that the optimizer's user gives."""
+        """The names of the hyper-parameters that the optimizer's user gives, and no scheduler moves."""
         self.given = frozenset(given)
 
     def expect(self, elements: Sequence[int]) -> None:

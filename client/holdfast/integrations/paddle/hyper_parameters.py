@@ -76,6 +76,14 @@ def betas_of(optimizer: Any, stepped: Stepped) -> tuple[float, float]:
     return float(known.get(_BETA_1, 0.0)), float(known.get(_BETA_2, 0.0))
 
 
+def given_names(optimizer: Any, known_groups: Sequence[ParameterGroup]) -> set[str]:
+    """The names of hyper-parameters that the user gives and no scheduler moves."""
+    from paddle.optimizer.lr import LRScheduler
+
+    moved = {_LR} if isinstance(optimizer._learning_rate, LRScheduler) else set()
+    return {name for group in known_groups for name in group.hyper} - moved
+
+
 def changes(
     optimizer: Any, known_groups: Sequence[ParameterGroup], groups: Sequence[Mapping[str, Any]]
 ) -> list[Callable[[], None]]:

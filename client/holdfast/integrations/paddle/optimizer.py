@@ -115,7 +115,7 @@ class PaddleOptimizer:
         """
         places = self._places()
         groups = self._groups()
-        self._fence.tell(name for group in groups for name in group.hyper)
+        self._fence.tell(hyper_parameters.given_names(self.optimizer, groups))
         return [
             {
                 "params": [self._place(places, one).name for one in group.members]
@@ -325,7 +325,8 @@ class PaddleOptimizer:
         if place is None:
             raise InvalidRequest(
                 f"the {type(self.optimizer).__name__} steps {stepped.parameter.name!r}, which is in no layer of the state",
-                hint="add the layer that has it: state(model, optimizer, other=layer)",
+                hint="give the layer that has it too: state(model, optimizer, other=layer), or more={'other': layer} of "
+                "attach(); of a parameter that was replaced in its layer, construct the optimizer again, and attach it",
             )
         return place
 
