@@ -11,6 +11,7 @@ import paddle
 import pytest
 import torch
 from paddle import nn
+from safetensors.numpy import load_file
 
 from holdfast import Checkpointer, ParallelLayout
 from holdfast.integrations import paddle as holdfast_paddle
@@ -141,3 +142,55 @@ def test_a_program_that_has_changed_is_refused(tmp_path: Path, mixed: bool) -> N
         restore(second.state, tmp_path)
     assert "layout=" in str(refused.value.hint)
     assert all(map(np.array_equal, before, second.values))
+
+
+def batch_norm() -> Any:
+    return nn.BatchNorm1D(SIZE)
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(SIZE, SIZE), batch_norm])
+def test_a_layer_added_later_is_not_saved_by_a_program_without_it(tmp_path: Path, layer: Callable[[], Any]) -> None:
+    """Every save and restore is refused until the training is attached again; a layer that is as in torch is saved."""
+    training = Training(1)
+    with Checkpointer("run", training.state, at=tmp_path) as checkpointer:
+        checkpointer.save(1, wait="durable")
+        training.model.add_sublayer("plain", nn.LayerNorm(SIZE))
+        checkpointer.save(2, wait="durable")
+        training.model.add_sublayer("new", layer())
+        for again in (lambda: checkpointer.save(3), lambda: checkpointer.save(3), checkpointer.restore):
+            with pytest.raises(InvalidRequest, match=r"new.*added or replaced") as refused:
+                again()
+        assert "attach again" in str(refused.value.hint)
+    with Checkpointer("run", training.state, at=tmp_path) as checkpointer:
+        checkpointer.goes_on_from(2)
+        checkpointer.save(3, wait="durable")
+    assert_is_in_form_of_torch(training, tmp_path)
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(SIZE, SIZE), batch_norm])
+def test_a_layer_added_before_the_checkpointer_is_in_the_program(tmp_path: Path, layer: Callable[[], Any]) -> None:
+    training = Training(1)
+    state = training.state
+    training.model.add_sublayer("new", layer())
+    with Checkpointer("run", state, at=tmp_path) as checkpointer:
+        checkpointer.save(3, wait="durable")
+    assert_is_in_form_of_torch(training, tmp_path)
+
+
+def assert_is_in_form_of_torch(training: Training, root: Path) -> None:
+    """The layer `new` of step 3 is."""
+    stored = load_file(root / "run" / "checkpoints" / "step-00000003" / "model.safetensors")
+    weight = training.model.state_dict()["new.weight"].numpy()
+    assert np.array_equal(stored["new.weight"], weight.T)
+    assert ("new.running_mean" in stored) == (weight.ndim == 1)
+
+
+def test_a_linear_layer_replaced_by_another_class_is_not_saved_transposed(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(SIZE, SIZE))
+    with Checkpointer("run", holdfast_paddle.state(model), at=tmp_path) as checkpointer:
+        checkpointer.save(1, wait="durable")
+        model.add_sublayer("0", nn.Linear(SIZE, SIZE))
+        checkpointer.save(2, wait="durable")
+        model.add_sublayer("0", Own())
+        with pytest.raises(InvalidRequest, match=r"0\.weight.*added or replaced"):
+            checkpointer.save(3)

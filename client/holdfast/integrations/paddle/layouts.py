@@ -39,7 +39,7 @@ def form_of(model: Any, views: LayerViews) -> ModelForm:
     def own_layout() -> ParallelLayout | None:
         if views.places.adapter is not None:
             return None
-        return _layout(model, views, programs.program_of(model, views.tensors, _of_all_ranks))
+        return _layout(model, views, views.program(_of_all_ranks))
 
     def parts() -> list[tuple[str, dict[str, Any]]]:
         return [(name, vars(layer)) for name, layer in views.places.layer.named_sublayers(include_self=True)]

@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from holdfast.integrations.paddle.aoa import HINT, LiveTensor, made_program
@@ -141,6 +141,13 @@ def turned(model: Any) -> set[int]:
     return linear - others
 
 
+def unlike_torch(model: Any, tensors: Mapping[str, Any]) -> frozenset[str]:
+    """The names of this rank's tensors that a program stores transposed, or under another name, because of their layers."""
+    linear = turned(unwrapped(model).layer)
+    norms = {f"{stem}{theirs}" for stem in _norms(tensors) for theirs in _NORMS}
+    return frozenset(norms | {name for name, tensor in tensors.items() if id(tensor) in linear})
+
+
 def _is_linear(layer: Any) -> bool:
     if getattr(layer, "transpose_weight", False):
         return False
@@ -149,9 +156,13 @@ def _is_linear(layer: Any) -> bool:
 
 def _renamed_norms(live: Mapping[str, LiveTensor]) -> list[str]:
     """The running averages of BatchNorm layers have other names in torch."""
-    stems = [name.removesuffix("_mean") for name in live if name.rpartition(".")[2] == "_mean"]
-    found = [stem for stem in stems if f"{stem}_variance" in live]
-    return [f"{stem}{theirs} -> {stem}{own}" for stem in found for own, theirs in _NORMS.items()]
+    return [f"{stem}{theirs} -> {stem}{own}" for stem in _norms(live) for own, theirs in _NORMS.items()]
+
+
+def _norms(names: Collection[str]) -> list[str]:
+    """The paths of BatchNorm layers, with the dot."""
+    stems = [name.removesuffix("_mean") for name in names if name.rpartition(".")[2] == "_mean"]
+    return [stem for stem in stems if f"{stem}_variance" in names]
 
 
 def _usual_dtype(tensors: Mapping[str, Any]) -> str:

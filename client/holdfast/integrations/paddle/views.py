@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from operator import is_
 from typing import Any, NamedTuple
@@ -14,9 +14,11 @@ from holdfast.integrations.paddle.contents import TensorContents, contents_of
 from holdfast.integrations.paddle.fleet.layer_places import LayerPlaces
 from holdfast.integrations.paddle.fleet.places import empty
 from holdfast.integrations.paddle.fleet.ranks import RankTensor
+from holdfast.integrations.paddle.program import Live, program_of, unlike_torch
 from holdfast.tensors.fragments import Fragment
 from holdfast.tensors.torch_dtypes import safetensors_name, torch_dtype
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.programs import Program
 from holdfast_formats.region import Shape
 
 
@@ -117,6 +119,7 @@ class LayerViews:
         self._empty: dict[str, Other] = {}  # tensors that only other ranks have
         self._views = Views()
         self._transient: dict[str, tuple[TensorContents, torch.Tensor]] = {}
+        self._unlike: frozenset[str] | None = None  # the names that the program of the layer changes, if it has one
         self.module.register_state_dict_pre_hook(self._follow)  # type: ignore[no-untyped-call]
         self._follow()
 
@@ -134,6 +137,13 @@ class LayerViews:
         shape = self.places.place(name, tensor).shape if is_parameter(tensor) else tuple(tensor.shape)
         return shape, safetensors_name(dtype, name)
 
+    def program(self, share: Callable[[Live], Live]) -> Program:
+        """The layer's own program, as `program_of`. From now on, `module` refuses tensors that it would store wrongly."""
+        self._unlike = None
+        self._follow()
+        self._unlike = unlike_torch(self.places.layer, self.tensors)
+        return program_of(self.places.layer, self.tensors, share)
+
     def add_other(self, name: str, listed: RankTensor) -> None:
         """A tensor of other ranks, which `module` has too from the next look on, without elements."""
         dtype = torch_dtype(listed.dtype, name)
@@ -142,7 +152,10 @@ class LayerViews:
 
     def _follow(self, *_: object) -> None:
         """Hold the views of what the layer has now; the identical ones while its memory stays the same."""
-        self.tensors = self.places.tensors()
+        tensors = self.places.tensors()
+        if self._unlike is not None and not _same(self.tensors, tensors):
+            self._refuse_unmade(tensors, self._unlike)
+        self.tensors = tensors
         parameters: dict[str, torch.Tensor] = {name: other.tensor for name, other in self._empty.items()}
         buffers: dict[str, torch.Tensor] = {}
         for name, tensor in self.tensors.items():
@@ -162,6 +175,18 @@ class LayerViews:
         _put(self.module._parameters, parameters)
         _put(self.module._buffers, buffers)
 
+    def _refuse_unmade(self, tensors: Mapping[str, Any], unlike: frozenset[str]) -> None:
+        """Raise `InvalidRequest` for tensors of layers that are not those of which the program was made."""
+        changed = sorted((unlike ^ unlike_torch(self.places.layer, tensors)) & tensors.keys())
+        if changed:
+            raise InvalidRequest(
+                f"the layer of {changed[0]!r} was added or replaced after the mapping program of the model was made, which "
+                "would store its tensors in another form than torch's",
+                hint="attach again after layers were added: close() this one, then attach(model, optimizer, …) or "
+                "Checkpointer(…, state(model, optimizer)), and goes_on_from(step) to save on in the same run",
+                tensors=changed,
+            )
+
     def _transient_buffers(self) -> dict[str, torch.Tensor]:
         """What stands for the buffers that are not persistable."""
         stored = set(map(id, self.tensors.values()))
@@ -176,9 +201,14 @@ class LayerViews:
         return seen if seen is not None and seen[0].is_of(tensor) else (contents_of(tensor), torch.empty(0))
 
 
+def _same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether these are the identical objects under the same names."""
+    return list(before) == list(now) and all(map(is_, before.values(), now.values()))
+
+
 def _put(held: dict[str, Any], now: Mapping[str, Any]) -> None:
     """Let a container of the module hold these. Equal names stay the identical objects, by which a save sees no change."""
-    if list(held) != list(now) or not all(map(is_, held.values(), now.values())):
+    if not _same(held, now):
         held.clear()
         held.update(now)
 
