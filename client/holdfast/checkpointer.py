@@ -505,7 +505,7 @@ class Checkpointer:
         """
         self._state.random.install_again()
 
-    def link(self, of: SaveTicket | SupportsIndex, path: str | PathLike[str]) -> None:
+    def link(self, of: SaveTicket | SupportsIndex, path: str | PathLike[str], *, required: bool = True) -> None:
         """Make a symbolic link to the directory of a checkpoint. One rank calls it.
 
         Until the ticket's save is committed, the link leads nowhere; if it fails, the link is removed. While the link
@@ -515,6 +515,7 @@ class Checkpointer:
         Args:
             of: The ticket of a save, or a step.
             path: Where the link is made.
+            required: False if training is to go on without the link: what is raised otherwise is a notice, once.
 
         Raises:
             InvalidRequest: If there is anything but a link at the path, or if the daemon's directory is not on this
@@ -528,9 +529,9 @@ class Checkpointer:
         target = of if isinstance(of, SaveTicket) else check_step(of)
 
         def put_off(during: str) -> None:
-            self._calls.later(DeferredCall(during, lambda: self.link(target, path)))
+            self._calls.later(DeferredCall(during, lambda: self.link(target, path, required=required)))
 
-        self._with_session("link()", lambda: self._links.make(target, path), put_off)
+        self._with_session("link()", lambda: self._links.make(target, path, required), put_off)
 
     def step_at(self, path: str | PathLike[str]) -> int | None:
         """The step whose directory this path is, or leads to as a link.

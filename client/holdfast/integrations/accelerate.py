@@ -128,7 +128,7 @@ class AcceleratorCheckpoints:
         if output_dir is None or not self._linkable:
             return None
         if self._accelerator.is_main_process:
-            self.checkpointer.link(self.ticket, output_dir)
+            self.checkpointer.link(self.ticket, output_dir, required=False)
         return Path(output_dir)
 
     def load_state(

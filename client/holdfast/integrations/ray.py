@@ -161,7 +161,7 @@ def _link(checkpointer: Checkpointer, ticket: SaveTicket, directory: Path) -> No
     """Make the directory, with the link that keeps the checkpoint, if the checkpoint will be on this machine."""
     directory.mkdir(parents=True, exist_ok=True)
     if checkpointer.root() is not None:
-        checkpointer.link(ticket, directory / naming.step_directory(ticket.step))
+        checkpointer.link(ticket, directory / naming.step_directory(ticket.step), required=False)
 
 
 def _await_commit(ticket: SaveTicket, checkpoint: Any) -> None:

@@ -153,7 +153,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         self._saved.add(curr_step)
         self.save_future = _future(self.ticket)
         if link is not None and _is_first():
-            self.checkpointer.link(self.ticket, link)
+            self.checkpointer.link(self.ticket, link, required=False)
             self._unlink_old(link.parent)
         return True
 

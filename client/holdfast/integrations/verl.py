@@ -113,7 +113,7 @@ class VerlCheckpoints(BaseCheckpointManager):
             global_step, groups=groups, wait="staged", existing=self._existing(global_step), assets=self._assets()
         )
         if self.rank == 0 and checkpointer.root() is not None:
-            checkpointer.link(ticket, link)
+            checkpointer.link(ticket, link, required=False)
         ticket.result()
         self.previous_global_step = global_step
         if self.rank == 0 and max_ckpt_to_keep:

@@ -27,8 +27,24 @@ class CheckpointLinks:
     def __init__(self, run: str, session: Session) -> None:
         self._run, self._session = run, session
         self._telling: list[threading.Thread] = []
+        self._warned: set[str] = set()
 
-    def make(self, of: SaveTicket | int, path: str | PathLike[str]) -> None:
+    def make(self, of: SaveTicket | int, path: str | PathLike[str], required: bool = True) -> None:
+        """As `_make`. If the link is not required, warn if it is impossible, once for each cause."""
+        try:
+            self._make(of, path)
+        except (CheckpointError, OSError) as error:
+            if required:
+                raise
+            detail, hint = (error.detail, error.hint) if isinstance(error, CheckpointError) else (str(error), None)
+            if detail not in self._warned:
+                self._warned.add(detail)
+                self._session.warn(
+                    f"{path} was not linked: {detail}. The checkpoint is saved all the same, and retention may remove it"
+                    + (f" ({hint})" if hint else "")
+                )
+
+    def _make(self, of: SaveTicket | int, path: str | PathLike[str]) -> None:
         """Make `path` a link to the checkpoint of a ticket, which may not be committed yet, or of a committed step.
 
         Raises `InvalidRequest` if `path` is anything but a link to a checkpoint of this run, or if the root is not a
@@ -90,20 +106,7 @@ class CheckpointLinks:
             raise InvalidRequest(
                 f"{link} would be in the root {root} itself", hint="put links into a directory outside the root"
             )
-        if link.is_symlink():
-            target = os.readlink(link)
-            if naming.linked_step(self._run, target) is None:
-                raise InvalidRequest(
-                    f"{link} exists, and is a link to {target}, which is not a checkpoint of {self._run}",
-                    hint="choose another name (another output_dir of a Trainer), or remove the link",
-                )
-            if os.path.isdir(target) and Path(os.path.realpath(target)).parents[2] != root.resolve():
-                raise InvalidRequest(
-                    f"{link} leads to a checkpoint of another root, {target}, and protects that checkpoint from removal",
-                    hint="choose another name, or remove the link",
-                )
-        elif os.path.lexists(link):
-            raise InvalidRequest(f"{link} exists, and is not a link", hint="choose another name, or move it away")
+        check_free(link, self._run, root)
         try:
             link.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -125,6 +128,24 @@ class CheckpointLinks:
 
     def _tell(self, directory: Path) -> None:
         self._session.watch_links(str(directory))
+
+
+def check_free(link: Path, run: str, root: Path) -> None:
+    """Raise `InvalidRequest` if anything is at this path but a link to a checkpoint of this run in this root."""
+    if link.is_symlink():
+        target = os.readlink(link)
+        if naming.linked_step(run, target) is None:
+            raise InvalidRequest(
+                f"{link} exists, and is a link to {target}, which is not a checkpoint of {run}",
+                hint="choose another name (another output_dir of a Trainer), or remove the link",
+            )
+        if os.path.isdir(target) and Path(os.path.realpath(target)).parents[2] != root.resolve():
+            raise InvalidRequest(
+                f"{link} leads to a checkpoint of another root, {target}, and protects that checkpoint from removal",
+                hint="choose another name, or remove the link",
+            )
+    elif os.path.lexists(link):
+        raise InvalidRequest(f"{link} exists, and is not a link", hint="choose another name, or move it away")
 
 
 def _place(link: Path, target: Path) -> None:

@@ -139,6 +139,22 @@ def test_a_removed_mark_of_the_root_is_named(daemon: RunningDaemon, tmp_path: Pa
         checkpointer.link(ticket, tmp_path / "link")
 
 
+def test_a_link_that_is_not_required_is_said_once(daemon: RunningDaemon, tmp_path: Path) -> None:
+    """Nothing is raised, and the next attempt may succeed."""
+    (tmp_path / "mine").write_text("mine")
+    with Checkpointer("spare", {"model": torch.nn.Linear(2, 2)}, at=daemon.socket) as checkpointer:
+        ticket = checkpointer.save(1, wait="durable")
+        for _ in range(2):
+            checkpointer.link(ticket, tmp_path / "mine", required=False)
+            checkpointer.link(9, tmp_path / "none", required=False)
+        assert len(checkpointer.notices) == 2
+        assert "mine exists, and is not a link. The checkpoint is saved" in checkpointer.notices[0]
+        assert "spare@9 is not a checkpoint" in checkpointer.notices[1]
+        (tmp_path / "mine").unlink()
+        checkpointer.link(ticket, tmp_path / "mine", required=False)
+        assert (tmp_path / "mine" / naming.COMMIT).is_file() and len(checkpointer.notices) == 2
+
+
 def test_a_directory_that_was_removed_and_made_again_keeps_links(daemon: RunningDaemon, tmp_path: Path) -> None:
     """The daemon forgets what is gone, so it is told again."""
     with Checkpointer("again", {"model": torch.nn.Linear(2, 2)}, at=daemon.socket, keep_last=1) as checkpointer:

@@ -220,8 +220,8 @@ def test_what_it_does_not_understand_is_refused_by_name(daemon: RunningDaemon, t
     handle.remove()
     assert not list(tmp_path.iterdir())
     (tmp_path / "there").mkdir()
-    with pytest.raises(InvalidRequest, match="is not a link"):
-        one.accelerator.save_state(tmp_path / "there", wait="durable")
+    one.accelerator.save_state(tmp_path / "there", wait="durable")  # training goes on, without the link
+    assert not (tmp_path / "there").is_symlink()
     with pytest.raises(NoSuchCheckpoint):
         one.accelerator.load_state(99)
     with pytest.raises(ValueError, match="does not exist"):

@@ -406,10 +406,53 @@ def test_methods_that_nobody_would_call(tmp_path: Path, name: str) -> None:
 
 
 def test_a_directory_that_is_in_the_way(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-2").mkdir(parents=True)
-    (tmp_path / "checkpoint-2" / "mine.txt").write_text("")
-    with pytest.raises(InvalidRequest, match="exists, and is not a link"):
-        attach(plain(tmp_path), run, at=daemon.socket).train()
+    """It is refused before the first step; one that appears later costs the link of its step."""
+    (tmp_path / "checkpoint-4").mkdir(parents=True)
+    (tmp_path / "checkpoint-4" / "mine.txt").write_text("")
+    trainer = attach(plain(tmp_path), run, at=daemon.socket)
+    with pytest.raises(InvalidRequest, match="exists, and is not a link") as refused:
+        trainer.train()
+    assert trainer.state.global_step == 0 and "checkpoint-4;" in str(refused.value.hint)
+    (tmp_path / "checkpoint-4").rename(tmp_path / "checkpoint-9")
+
+    class Makes(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                (tmp_path / "checkpoint-9").rename(tmp_path / "checkpoint-4")
+
+    attach(plain(tmp_path, callbacks=[Makes()], save_total_limit=3), run, at=daemon.socket).train()
+    assert [step for step in (2, 4, 6) if (tmp_path / f"checkpoint-{step}").is_symlink()] == [2, 6]
+    with Api(daemon.url) as api:
+        assert sorted(made.step for made in api.checkpoints(run)) == [2, 4, 6]
+
+
+def test_a_root_that_loses_its_files_ends_no_training(
+    daemon: RunningDaemon, run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Links are not made meanwhile, and the best model is restored from the run all the same."""
+    kept: dict[Path, bytes] = {}
+
+    class Removes(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                mark = daemon.root / naming.ROOT_FILE
+                kept[mark] = mark.read_bytes()
+                mark.unlink()
+
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    trainer = attach(plain(tmp_path, callbacks=[Removes()], save_total_limit=3, **settings), run, at=daemon.socket)
+    try:
+        trainer.train()
+    finally:
+        for path, content in kept.items():
+            path.write_bytes(content)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert caplog.text.count("was not linked") == 1
+    assert trainer.state.best_global_step == 6
+    with Api(daemon.url) as api:
+        assert sorted(made.step for made in api.checkpoints(run)) == [2, 4, 6]
+    with holdfast.open(daemon.root / naming.checkpoint_path(run, 6)) as checkpoint:
+        assert checkpoint.manifest.step == 6
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ class AttachedEngine:
         self._saved[step] = (tag, state_text)
         if self._has_links and engine.global_rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.checkpointer.link(ticket, path)
+            self.checkpointer.link(ticket, path, required=False)
             if save_latest:
                 Path(save_dir, LATEST).write_text(tag)
 

@@ -129,7 +129,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
 
     def _link(self, of: SaveTicket | int, path: str | os.PathLike[str]) -> None:
         if not str(self._options.get("at") or "").startswith(("http://", "https://")):
-            self._connected().link(of, path)
+            self._connected().link(of, path, required=False)
 
     def _connected(self) -> Checkpointer:
         if self._checkpointer is None:

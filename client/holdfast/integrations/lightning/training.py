@@ -143,7 +143,8 @@ class LightningRun:
             self._saves[step], self.held = _Save(ticket, marks, whole), step
         if self.trainer.is_global_zero and self.linkable:
             for name in names:
-                checkpointer.link(step if ticket is None or (ended and ticket.done) else ticket, name)
+                made = step if ticket is None or (ended and ticket.done) else ticket
+                checkpointer.link(made, name, required=False)
         if ended:
             self.end()
         return ticket
@@ -254,7 +255,7 @@ class LightningRun:
         step = naming.linked_step(self.run, os.readlink(name))
         if step is not None and self._checkpointer is not None:
             save = self._saves.get(step)
-            self._checkpointer.link(step if save is None else save.ticket, other)
+            self._checkpointer.link(step if save is None else save.ticket, other, required=False)
 
     def fence(self) -> None:
         if self._checkpointer is not None:

@@ -129,7 +129,7 @@ class TrainerMoments:
         self.side.streams.trains()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if control.should_training_stop and self.run.is_best_linked():
+        if control.should_training_stop and self.run.has_best():
             self.side.hold_best()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.trainers import resuming
+from holdfast.link.checkpoint_links import check_free
 from holdfast.tickets import SaveTicket
-from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint
 
 log = logging.getLogger(__name__)
 
 SENTINEL = "checkpoint-is-incomplete.txt"  # a JIT checkpoint of transformers makes the directory with this alone
+_NAMES_MAX = 5  # in a hint
 
 
 class OutputLinks:
@@ -35,6 +39,27 @@ class OutputLinks:
                 hint="choose an output_dir outside of the root; links in it lead to the checkpoints",
             )
 
+    def check_free(self, checkpointer: Checkpointer, resumed: int, last: int) -> None:
+        """`InvalidRequest` if no link can be made for a step after the resumed one, up to the last, because something
+        else has its name.
+        """
+        root, taken = checkpointer.root(), []
+        if root is None:
+            return
+        for step, path in resuming.numbered(self._output_dir).items():
+            try:
+                if resumed < step <= last and not _is_void(path):
+                    check_free(path, self._run, root)
+            except InvalidRequest as error:
+                taken.append((path.name, error.detail))
+        if taken:
+            names = ", ".join(name for name, _ in taken[:_NAMES_MAX]) + (", …" if len(taken) > _NAMES_MAX else "")
+            raise InvalidRequest(
+                f"steps {resumed + 1} to {last} would be linked as checkpoint-N in output_dir, but {taken[0][1]}",
+                hint=f"choose another output_dir, or move away {names}; checkpoints of the Trainer's own library can be "
+                "resumed from with resume_from_checkpoint=True",
+            )
+
     def own(self, checkpointer: Checkpointer) -> dict[int, Path]:
         """Links to checkpoints of this run in this root, by step; some may not be committed yet."""
         paths = resuming.links(self._output_dir, self._run)
@@ -43,23 +68,27 @@ class OutputLinks:
     def clear_way(self, step: int) -> None:
         """Make room for a link: the output directory exists, and an empty directory at the link's place does not."""
         path = self.path(step)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() and not path.is_symlink() and os.listdir(path) in ([], [SENTINEL]):
-            (path / SENTINEL).unlink(missing_ok=True)
-            path.rmdir()
+        with suppress(OSError):  # then there is no link, with a warning
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if _is_void(path):
+                (path / SENTINEL).unlink(missing_ok=True)
+                path.rmdir()
 
     def release_after(self, checkpointer: Checkpointer, newest: int) -> None:
         """Remove links to abandoned checkpoints, beyond the newest step that counts: a linked one is never replaced."""
         unlink(link for step, link in self.own(checkpointer).items() if step > newest)
 
-    def link(self, checkpointer: Checkpointer, ticket: SaveTicket) -> None:
-        checkpointer.link(ticket, self.path(ticket.step))
+    def link(self, checkpointer: Checkpointer, ticket: SaveTicket) -> bool:
+        """Link the step of a save; False, after a warning, if that is impossible."""
+        path = self.path(ticket.step)
+        checkpointer.link(ticket, path, required=False)
+        return path.is_symlink() and naming.linked_step(self._run, os.readlink(path)) == ticket.step
 
     def rotate(self, checkpointer: Checkpointer, limit: int | None, best: int | None) -> None:
         """Remove the oldest links beyond the limit, except the newest and the best."""
-        if limit is None:
+        links = {} if limit is None else self.own(checkpointer)
+        if limit is None or not links:
             return
-        links = self.own(checkpointer)
         kept = {max(links), best} & links.keys()
         others = [step for step in links if step not in kept]
         surplus = len(links) - max(limit, len(kept))
@@ -69,7 +98,15 @@ class OutputLinks:
 def unlink(links: Iterable[Path]) -> None:
     for link in links:
         log.info("removing the link %s", link)
-        link.unlink(missing_ok=True)
+        try:
+            link.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("the link %s, which keeps its checkpoint, cannot be removed: %s", link, error.strerror)
+
+
+def _is_void(path: Path) -> bool:
+    """Whether it is a directory that gives way to a link."""
+    return path.is_dir() and not path.is_symlink() and os.listdir(path) in ([], [SENTINEL])
 
 
 def _leads_to(checkpointer: Checkpointer, path: Path) -> bool:
@@ -77,3 +114,5 @@ def _leads_to(checkpointer: Checkpointer, path: Path) -> bool:
         return checkpointer.step_at(path) is not None
     except NoSuchCheckpoint:
         return True  # it is not committed yet
+    except CheckpointError:
+        return False  # no daemon can tell

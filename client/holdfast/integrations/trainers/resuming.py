@@ -50,23 +50,24 @@ def wanted(asked: object, run: str) -> Wanted:
 
 def own_checkpoint(output_dir: str, files: Collection[str] = (STATE_FILE,)) -> tuple[int, str] | None:
     """The newest checkpoint in the directory that the framework itself wrote, with its step. It has one of these files."""
+    entries = numbered(output_dir).items()
+    own = [(step, str(entry)) for step, entry in entries if not entry.is_symlink() and _has_one(entry, files)]
+    return max((one for one in own if not (Path(one[1]) / naming.COMMIT).is_file()), default=None)
+
+
+def numbered(output_dir: str) -> dict[int, Path]:
+    """What is named `checkpoint-N` in the directory, by step, in ascending order."""
     try:
         entries = list(Path(output_dir).iterdir())
     except OSError:
-        return None
-    numbered = [(int(match[1]), entry) for entry in entries if (match := _CHECKPOINT.fullmatch(entry.name))]
-    own = [(step, str(entry)) for step, entry in numbered if not entry.is_symlink() and _has_one(entry, files)]
-    return max((one for one in own if not (Path(one[1]) / naming.COMMIT).is_file()), default=None)
+        return {}
+    return dict(sorted((int(match[1]), entry) for entry in entries if (match := _CHECKPOINT.fullmatch(entry.name))))
 
 
 def links(output_dir: str, run: str) -> dict[int, Path]:
     """The links `checkpoint-N` to checkpoints of the run, by step, in ascending order."""
-    by_step = {}
-    for entry in Path(output_dir).glob("checkpoint-*"):
-        match = _CHECKPOINT.fullmatch(entry.name)
-        if match is not None and entry.is_symlink() and naming.linked_step(run, os.readlink(entry)) == int(match[1]):
-            by_step[int(match[1])] = entry
-    return dict(sorted(by_step.items()))
+    entries = numbered(output_dir).items()
+    return {step: one for step, one in entries if one.is_symlink() and naming.linked_step(run, os.readlink(one)) == step}
 
 
 def not_of(run: str, path: Path) -> InvalidRequest:

@@ -124,6 +124,8 @@ class TrainerRun:
                     hint="nothing was restored: call super()._load_optimizer_and_scheduler() in your override",
                 )
             self._construct()
+        if not is_remote(self._options) and self._strategy != "no":
+            launch.answer_of_rank_0(f"trainer/{self.run}/output", self._check_output, ANSWER_WAIT_S)
         if self._exports is not None and self._source is not None:
             self._exports.of(self._source.step)
         self.streams.watch(loader)
@@ -150,30 +152,33 @@ class TrainerRun:
             )
         self._saves[step] = ticket
         self.saved_step = step
+        linked = not self._links or self._output.link(checkpointer, ticket)
         if self._links:
-            self._output.link(checkpointer, ticket)
             self._output.rotate(checkpointer, keep_last(self.trainer.args, self._options), framework.best_step())
         if self._exports is not None:
             self._exports.after(ticket)
         if framework.reads_files():
             ticket.result()
-            framework.published(self._output.path(step))
+            if linked:
+                framework.published(self._output.path(step))
+            else:
+                log.warning("step %d has no link, so callbacks find no files of it, and nothing is pushed to a hub", step)
 
-    def is_best_linked(self) -> bool:
+    def has_best(self) -> bool:
         """Whether the best checkpoint is one of this run. All ranks ask, and rank 0 answers: it makes the links."""
 
-        def linked() -> bool:
+        def found() -> bool:
             best = self.trainer.state.best_model_checkpoint
-            return best is not None and Path(best).is_symlink()
+            return best is not None and (Path(best).is_symlink() or self._framework.best_step() in self._saves)
 
         if self._checkpointer is None:
             return False
-        return bool(launch.answer_of_rank_0(f"trainer/{self.run}/best", linked, ANSWER_WAIT_S))
+        return bool(launch.answer_of_rank_0(f"trainer/{self.run}/best", found, ANSWER_WAIT_S))
 
     def load_best(self) -> bool:
         """Restore the weights of the best checkpoint; False if the library itself wrote it."""
         checkpointer = self._checkpointer
-        if checkpointer is None or not self.is_best_linked():
+        if checkpointer is None or not self.has_best():
             return False
         self._framework.restore_best(checkpointer)
         return True
@@ -195,6 +200,16 @@ class TrainerRun:
     @property
     def _output(self) -> OutputLinks:
         return OutputLinks(self.trainer.args.output_dir, self.run)
+
+    @property
+    def _strategy(self) -> str:
+        strategy = self.trainer.args.save_strategy
+        return str(getattr(strategy, "value", strategy))
+
+    def _check_output(self) -> None:
+        assert self._checkpointer is not None
+        state = self.trainer.state
+        self._output.check_free(self._checkpointer, state.global_step, state.max_steps)
 
     def _choose(self, wanted: Wanted, place: str) -> tuple[ResumePoint | None, str | None]:
         """The resume point, and the directory in which the library reads its TrainerState."""
@@ -247,15 +262,14 @@ class TrainerRun:
     def _warn_if_unsaved(self, first: int) -> None:
         """A training that ends before its first save leaves nothing behind, unless it was told to."""
         args, step = self.trainer.args, self.trainer.state.global_step
-        strategy = getattr(args.save_strategy, "value", args.save_strategy)
-        if step > first and not self._saves and strategy != "no":
+        if step > first and not self._saves and self._strategy != "no":
             log.warning(
                 "%s trained from step %d to %d, and none of them was saved (save_strategy=%s, save_steps=%s): lower "
                 "save_steps",
                 self.run,
                 first,
                 step,
-                strategy,
+                self._strategy,
                 args.save_steps,
             )
 

@@ -22,6 +22,7 @@ from paddleformers.trainer.trainer_utils import ShardingOption
 from holdfast import Api
 from holdfast.integrations.paddle import attach
 from holdfast.integrations.paddleformers.trainer import HoldfastPaddleTrainer
+from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from tests.daemons import RunningDaemon
 from tests.integrations.paddle.trainer.models import Sentences, half_net, item, small_llama
@@ -296,6 +297,60 @@ def test_an_output_directory_that_is_removed_meanwhile_comes_back(daemon: Runnin
     starts = Starts()
     attach(plain(tmp_path / "output", callbacks=[starts], max_steps=8), run, at=daemon.socket).train()
     assert starts.steps == [6] and links(tmp_path / "output") == ["checkpoint-8"]
+
+
+def test_a_directory_that_is_in_the_way(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
+    """It is refused before the first step; one that appears later costs the link of its step."""
+    (tmp_path / "checkpoint-4" / "mine").mkdir(parents=True)
+    starts = Starts()
+    with pytest.raises(InvalidRequest, match="exists, and is not a link") as refused:
+        attach(plain(tmp_path, callbacks=[starts]), run, at=daemon.socket).train()
+    assert starts.rates == [] and "checkpoint-4;" in str(refused.value.hint)
+    (tmp_path / "checkpoint-4").rename(tmp_path / "mine")
+
+    class Makes(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                (tmp_path / "mine").rename(tmp_path / "checkpoint-4")
+
+    attach(plain(tmp_path, callbacks=[Makes()]), run, at=daemon.socket).train()
+    assert links(tmp_path) == ["checkpoint-2", "checkpoint-6"]
+    with Api(daemon.url) as api:
+        assert sorted(made.step for made in api.checkpoints(run)) == [2, 4, 6]
+
+
+def test_links_of_another_run_are_refused_before_training(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
+    attach(plain(tmp_path), f"{run}-other", at=daemon.socket).train()
+    starts = Starts()
+    with pytest.raises(InvalidRequest, match=f"which is not a checkpoint of {run}"):
+        attach(plain(tmp_path, callbacks=[starts]), run, at=daemon.socket).train()
+    assert starts.rates == []
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_a_root_that_loses_its_files_ends_no_training(
+    daemon: RunningDaemon, run: str, tmp_path: Path, best: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Links are not made meanwhile; the best model is restored from the run all the same."""
+    mark = daemon.root / naming.ROOT_FILE
+    content = mark.read_bytes()
+
+    class Removes(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                mark.unlink()
+
+    settings: dict[str, Any] = {"save_total_limit": 3}
+    if best:
+        settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
+        settings |= {"evaluation_strategy": "steps", "eval_steps": 2}
+    try:
+        attach(plain(tmp_path, callbacks=[Removes()], **settings), run, at=daemon.socket).train()
+    finally:
+        mark.write_bytes(content)
+    assert links(tmp_path) == ["checkpoint-2"] and caplog.text.count("was not linked") == 1
+    with Api(daemon.url) as api:
+        assert sorted(made.step for made in api.checkpoints(run)) == [2, 4, 6]
 
 
 def test_the_second_of_two_attaches_counts(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
