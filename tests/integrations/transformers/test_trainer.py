@@ -472,6 +472,14 @@ def test_what_cannot_be_resumed_from(daemon: RunningDaemon, run: str, tmp_path: 
         attach(plain(tmp_path), run, at=daemon.socket).train(resume_from_checkpoint=asked)
 
 
+def test_a_second_attach_to_another_run_is_refused(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
+    trainer = attach(attach(plain(tmp_path, max_steps=2), run, at=daemon.socket), run, at=daemon.socket)
+    with pytest.raises(InvalidRequest, match=f"attached to the run {run} already"):
+        attach(trainer, f"{run}-other", at=daemon.socket)
+    trainer.train()
+    attach(trainer, f"{run}-other", at=daemon.socket)
+
+
 def test_a_run_of_this_name_in_another_root(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
     """Its directory is not resumed from, though this run has that step too; and links to it stay where they are."""
     attach(plain(tmp_path, max_steps=4), run, at=daemon.socket).train()

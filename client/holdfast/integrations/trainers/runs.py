@@ -56,6 +56,7 @@ class TrainerRun:
 
     def __init__(self, trainer: Any, run: str, options: TrainerOptions, framework: Framework) -> None:
         self.trainer, self.run, self._options, self._framework = trainer, naming.check_run(run), options, framework
+        self._refuse_second(getattr(trainer, "holdfast", None))
         framework.check(options)
         exports.check(options)
         self.streams = framework.streams
@@ -86,6 +87,14 @@ class TrainerRun:
                 self._framework.check_repeat(other.step)
                 log.warning("step %d of %s is restored instead: training starts again", other.step, self.run)
                 wanted = Wanted(step=other.step, needed=True)
+
+    def _refuse_second(self, first: TrainerRun | None) -> None:
+        """Refuse another run of a Trainer that has not trained the first: that one would get no checkpoint."""
+        if first is not None and not first._trained and first.run != self.run:
+            raise InvalidRequest(
+                f"this Trainer is attached to the run {first.run} already, and has not trained it",
+                hint=f"attach each Trainer once: construct another one for the run {self.run}",
+            )
 
     @property
     def source(self) -> ResumePoint | None:

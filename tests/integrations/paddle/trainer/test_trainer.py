@@ -353,11 +353,15 @@ def test_a_root_that_loses_its_files_ends_no_training(
         assert sorted(made.step for made in api.checkpoints(run)) == [2, 4, 6]
 
 
-def test_the_second_of_two_attaches_counts(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
-    trainer = attach(attach(plain(tmp_path), f"{run}-first", at=daemon.socket), run, at=daemon.socket)
+def test_a_second_attach_to_another_run_is_refused(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
+    """Unless the first one is trained. The same run may be given again."""
+    trainer = attach(attach(plain(tmp_path), run, at=daemon.socket), run, at=daemon.socket)
+    with pytest.raises(InvalidRequest, match=f"attached to the run {run} already"):
+        attach(trainer, f"{run}-other", at=daemon.socket)
     trainer.train()
     with Api(daemon.url) as api:
         assert [one.name for one in api.runs(prefix=run)] == [run]
+    attach(trainer, f"{run}-other", at=daemon.socket)
 
 
 def test_false_begins_the_run_again(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
