@@ -29,6 +29,7 @@ _MOVED = {
     "betas": ("base_momentum", "max_momentum"),
 }
 _OF_SCHEDULES = frozenset({"max_lr"})  # given to a scheduler, which keeps them in the groups of its optimizer
+_UNUSED = ("l1_decay",)  # Paddle's optimizers have it, and torch's would not read it
 _INNER = "_schedulers"  # of torch's schedulers that are made of others
 # Which torch's schedulers compute from what they were given, and the setting with which it goes: OneCycleLR, CyclicLR.
 _COMPUTED = {"_schedule_phases": "total_steps", "total_size": "total_size", "step_ratio": "step_ratio"}
@@ -88,7 +89,7 @@ def chosen(of: LiveGroups, document: Mapping[str, Any], plan: PartPlan, selectio
     """
     by_name = {name: group for group in document["groups"].values() for name in group["params"]}
     began = {name: lr for name, lr in document.get(BEGAN, {}).items() if name in by_name}
-    chosen_values, replaced = [], list[str]()
+    chosen_values, replaced, unlike = [], list[str](), list[str]()
     for position, (names, live) in enumerate(zip(of.names, of.hyper, strict=True)):
         where = f"{of.key}.param_groups[{position}]"
         groups = {id(by_name[name]): by_name[name] for name in names if name in by_name}.values()
@@ -103,6 +104,11 @@ def chosen(of: LiveGroups, document: Mapping[str, Any], plan: PartPlan, selectio
         firsts = {by_name[name]["params"][0] for name in names if name in by_name}
         by_hand = next((began[name] for name in firsts if name in began), None)
         replaced += [f"{text} of {where}" for text in _replaced(live, chosen_values[-1], of.given, by_hand)]
+        whole = next(iter(groups), None)
+        unlike += [f"{text} in {where}" for text in _unlike(of, live, whole, selection)]
+    if unlike:
+        text = f"the checkpoint has other hyper-parameters than the optimizer: {'; '.join(unlike[:LISTED_MAX])}"
+        plan.notes.append(LeftOutNote(text))
     if replaced:
         more = ", …" * (len(replaced) > LISTED_MAX)
         text = f"hyper-parameters of the checkpoint replace those given here: {'; '.join(replaced[:LISTED_MAX])}{more}"
@@ -220,6 +226,22 @@ def _replaced(live: Hyper, stored: Hyper, given: frozenset[str], began_by_hand: 
         if not isinstance(then, torch.Tensor) and not _equal(now, then):
             changes.append(f"{name} {now} by {then}")
     return changes
+
+
+def _unlike(of: LiveGroups, live: Hyper, stored: Hyper | None, selection: Selection) -> list[str]:
+    """What has no effect of a stored group, and the user's numbers of the live one that no stored one replaces: they are of
+    another kind of optimizer.
+    """
+    if stored is None:
+        return []
+    unused = [f"{name} {stored[name]} has no effect" for name in _UNUSED if stored.get(name) and name not in live]
+    own = sorted(of.given & live.keys() - stored.keys() - IMPLEMENTATION)
+    stays = [name for name in own if _is_set(live[name]) and not is_kept(of.key, name, selection)]
+    return unused + [f"{name} {live[name]} stays, as the checkpoint has none" for name in stays]
+
+
+def _is_set(value: Any) -> bool:
+    return any(map(_is_set, value)) if isinstance(value, tuple) else type(value) in (int, float) and bool(value)
 
 
 def _number(value: Any) -> Any:

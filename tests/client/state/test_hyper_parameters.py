@@ -53,6 +53,19 @@ def test_what_is_kept_stays_and_is_no_news() -> None:
     assert len(twin["optim"].state) == 2
 
 
+def test_hyper_parameters_that_only_one_side_has_are_named() -> None:
+    """One of Paddle's, which torch would not read, and those of another kind of optimizer."""
+    state, twin = made(0.1), made(0.1)
+    state["optim"].param_groups[0]["l1_decay"] = 0.25
+    (note,) = restore(save(state), twin).notes
+    assert "l1_decay 0.25 has no effect in optim.param_groups[0]" in note
+    state["optim"] = torch.optim.SGD(state["model"].parameters(), 0.1, weight_decay=0.01)
+    checkpoint = save(state)
+    (note,) = restore(checkpoint, made(0.1)).notes
+    assert "betas (0.9, 0.999) stays, as the checkpoint has none in optim.param_groups[0]; eps 1e-08 stays" in note
+    assert restore(checkpoint, made(0.1), keep=("optim/betas", "optim/eps")).notes == []
+
+
 def test_what_a_schedule_moves_is_no_news() -> None:
     """Learning rate and betas are others than at the start; what they began with is what counts."""
     checkpoint = save(made(0.1, scheduled=True, steps=5))
