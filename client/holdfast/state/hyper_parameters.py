@@ -29,7 +29,7 @@ _MOVED = {
     "betas": ("base_momentum", "max_momentum"),
 }
 _OF_SCHEDULES = frozenset({"max_lr"})  # given to a scheduler, which keeps them in the groups of its optimizer
-_UNUSED = ("l1_decay",)  # Paddle's optimizers have it, and torch's would not read it
+_UNUSED = ("l1_decay", "l2_decay")  # of Paddle's optimizers; torch's would not read them
 _INNER = "_schedulers"  # of torch's schedulers that are made of others
 # Which torch's schedulers compute from what they were given, and the setting with which it goes: OneCycleLR, CyclicLR.
 _COMPUTED = {"_schedule_phases": "total_steps", "total_size": "total_size", "step_ratio": "step_ratio"}

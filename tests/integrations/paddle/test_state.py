@@ -163,6 +163,31 @@ def test_a_decay_is_not_restored_over_another_regularizer(tmp_path: Path, kind: 
         attached.save(2, existing="replace", wait="durable")
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Momentum", "Adam", "AdamW"])
+@pytest.mark.parametrize("decay", [paddle.regularizer.L1Decay, paddle.regularizer.L2Decay])
+def test_a_decay_of_single_parameters_is_stored_and_compared(kind: str, decay: Any) -> None:
+    def made(seed: int, coefficient: float | None) -> Training:
+        paddle.seed(seed)
+        own = None if coefficient is None else paddle.ParamAttr(regularizer=decay(coefficient))
+        model = nn.Sequential(nn.Embedding(20, 8), nn.Embedding(20, 8, weight_attr=own))
+        optimizer = getattr(paddle.optimizer, kind)(0.1, parameters=model.parameters(), weight_decay=0.01)
+        return Training(model, optimizer, 0.1)
+
+    def shards(one: Training) -> Any:
+        return holdfast_paddle.state(one.model, one.optimizer)["optimizer"]
+
+    def saved(one: Training) -> list[float]:
+        name = "l1_decay" if decay is paddle.regularizer.L1Decay else "l2_decay" if kind == "AdamW" else "weight_decay"
+        return [group[name] for group in shards(one).groups()]
+
+    assert saved(made(1, 0.5))[1:] == [0.5] and saved(made(1, None))[1:] == []
+    stored = shards(made(1, 0.5)).groups()
+    hyper = [{name: value for name, value in group.items() if name != "params"} for group in stored]
+    shards(made(2, 0.5)).check(hyper, {})
+    with pytest.raises(StateMismatch, match=r"decay 0\.5, and the live optimizer 0\.25, which ParamAttr"):
+        shards(made(2, 0.25)).check(hyper, {})
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_an_l1_decay_is_compared(tmp_path: Path, grouped: bool) -> None:
     """As it is a function of the live optimizer's class, it is not set."""

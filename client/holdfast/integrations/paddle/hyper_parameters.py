@@ -15,14 +15,18 @@ from holdfast_formats.errors import StateMismatch
 TORCH_NAMES = {"epsilon": "eps", "use_nesterov": "nesterov"}
 _LR, _DECAY, _BETAS, _BETA_1, _BETA_2 = "lr", "weight_decay", "betas", "beta1", "beta2"
 _L1 = "l1_decay"  # torch's optimizers have none
+_OWN_L2 = "l2_decay"  # of a parameter's own regularizer, beside a decay that is no part of the gradient
 _L2, _METHOD = "regularization_coeff", "regularization_method"  # how Momentum keeps its decay
 _NUMBERS = (bool, int, float)
+
+Decay = tuple[float, float]
 
 
 class ParameterGroup(NamedTuple):
     """Parameters that are stepped with the same hyper-parameters, on every rank those with the same `key`.
 
-    `given` is Paddle's own group, None if it has one list.
+    `given` is Paddle's own group, None if it has one list. `own` is the decay of L2 and of L1 that the parameters have of
+    their own by `ParamAttr(regularizer=…)`.
     """
 
     key: str
@@ -31,6 +35,7 @@ class ParameterGroup(NamedTuple):
     given: dict[str, Any] | None
     multiple: float  # of the learning rate
     decays: bool
+    own: Decay | None
 
 
 def stepped_by(sharding: OptimizerSharding) -> Iterator[Stepped]:
@@ -49,25 +54,21 @@ def groups_of(
     optimizer = sharding.inner
     rate = float(optimizer.get_lr())
     for number, (given, members) in enumerate(sharding.groups()):
-        parts: dict[tuple[float, bool], list[Stepped]] = {}
+        parts: dict[tuple[float, bool, Decay | None], list[Stepped]] = {}
         for one in filter(takes, members):
-            parts.setdefault((_multiple(optimizer, one.kept), _decays(optimizer, one.kept)), []).append(one)
-        for other, multiple, decays in map(json.loads, others):
+            unlike = _multiple(optimizer, one.kept), _decays(optimizer, one.kept), _own_decay(one.kept)
+            parts.setdefault(unlike, []).append(one)
+        for other, multiple, decays, own in map(json.loads, others):
             if other == number:
-                parts.setdefault((multiple, decays), [])
-        for (multiple, decays), stepped in parts.items():
+                parts.setdefault((multiple, decays, own and tuple(own)), [])
+        for (multiple, decays, own), stepped in parts.items():
             hyper = {**_hyper(optimizer, given), _LR: rate * multiple}
             if not decays:
                 hyper[_DECAY] = 0.0
-            found.append(ParameterGroup(_key(number, multiple, decays), stepped, hyper, given, multiple, decays))
+            hyper |= _of_own_decay(optimizer, own)
+            key = json.dumps([number, multiple, decays, own])  # the same on every rank
+            found.append(ParameterGroup(key, stepped, hyper, given, multiple, decays, own))
     return found
-
-
-def _key(number: int, multiple: float, decays: bool) -> str:
-    """Of parameters that are stepped alike, on every rank: in which group of the user's, and how they differ from others
-    there.
-    """
-    return json.dumps([number, multiple, decays])
 
 
 def betas_of(optimizer: Any, stepped: Stepped) -> tuple[float, float]:
@@ -104,6 +105,8 @@ def changes(
                 own = next((own for own, theirs in TORCH_NAMES.items() if theirs == name), name)
                 if name == _DECAY and not known.decays:
                     raise _refused(name, value, known.hyper[name], "which apply_decay_param_fun decides")
+                if name == _OWN_L2 or (known.own is not None and name in _of_own_decay(optimizer, known.own)):
+                    raise _refused(name, value, known.hyper[name], "which ParamAttr(regularizer=…) decides")
                 found += _change(optimizer, known, own, value)
     return found
 
@@ -175,6 +178,25 @@ def _multiple(optimizer: Any, parameter: Any) -> float:
     multiple = float(attributes.get("learning_rate", 1.0))
     ratio = getattr(optimizer, "_lr_ratio", None)
     return multiple if ratio is None else multiple * float(ratio(parameter))
+
+
+def _own_decay(parameter: Any) -> Decay | None:
+    from paddle.regularizer import L2Decay
+
+    own = getattr(parameter, "regularizer", None)
+    return None if own is None else (float(own._coeff) if isinstance(own, L2Decay) else 0.0, _l1(own))
+
+
+def _of_own_decay(optimizer: Any, own: Decay | None) -> dict[str, float]:
+    """The hyper-parameters that a parameter's own regularizer decides. It replaces the optimizer's; a decay that is no part
+    of the gradient stays beside it.
+    """
+    from paddle.optimizer import AdamW, Lamb
+
+    l2, l1 = own or (0.0, 0.0)
+    if isinstance(optimizer, AdamW | Lamb):
+        return {_OWN_L2: l2, _L1: l1}
+    return {} if own is None else {_DECAY: l2, _L1: l1}
 
 
 def _decays(optimizer: Any, parameter: Any) -> bool:
