@@ -44,10 +44,11 @@ def notes_of(act: Callable[[], object]) -> str:
     return "\n".join(str(one.message) for one in caught)
 
 
+@pytest.mark.parametrize("outputs", [3, 6000])  # a weight whose contents are compared, and one that is too long
 @pytest.mark.parametrize("set_to_zero", [True, False])
-def test_gradients_between_steps_are_named(tmp_path: Path, set_to_zero: bool) -> None:
+def test_gradients_between_steps_are_named(tmp_path: Path, set_to_zero: bool, outputs: int) -> None:
     """Not those that the last step has used, and not cleared ones."""
-    model = nn.Linear(3, 3)
+    model = nn.Linear(3, outputs)
     optimizer = paddle.optimizer.SGD(0.01, parameters=model.parameters())
     with holdfast_paddle.attach(model, optimizer, "run", at=tmp_path) as attached:
         backward(model)

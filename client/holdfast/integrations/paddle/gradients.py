@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.integrations.paddle.contents import TensorContents, contents_of, size_of
+from holdfast.integrations.paddle.contents import COMPARED_MAX, TensorContents, contents_of, size_of
 
 SAMPLED = 8  # parameters whose gradients are watched: the smallest
 
@@ -32,8 +32,9 @@ class WatchedGradients(torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         if not self._chosen:
-            trained = (one for one in _parameters(self._optimizer) if not one.stop_gradient)
-            self._chosen = nsmallest(SAMPLED, trained, key=size_of)
+            trained = [one for one in _parameters(self._optimizer) if not one.stop_gradient]
+            known = [one for one in trained if size_of(one) <= COMPARED_MAX]  # of others nothing tells that they are zero
+            self._chosen = nsmallest(SAMPLED, known or trained, key=size_of)
         now = [gradient for gradient in map(_gradient, self._chosen) if gradient is not None]
         if len(now) != len(self._seen) or not all(map(TensorContents.is_of, self._seen, now)):
             self._seen, self._stands_for = list(map(contents_of, now)), torch.empty(0)
