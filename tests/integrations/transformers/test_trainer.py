@@ -24,8 +24,9 @@ import holdfast
 from holdfast import Api
 from holdfast.integrations.trainers import resuming
 from holdfast.integrations.transformers import HoldfastTrainerMixin, attach, framework
+from holdfast.stage.slots import Slot
 from holdfast_formats import naming
-from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchCheckpoint, StateMismatch
+from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSpace, NoSuchCheckpoint, StateMismatch
 from tests.daemons import RunningDaemon, wait_until, wait_until_read_back
 from tests.integrations.transformers.models import Sentences, small_model
 from tests.kit.daemons import own_daemon
@@ -256,6 +257,28 @@ def test_a_callback_that_reads_the_directory_finds_it_complete(daemon: RunningDa
 
     attach(plain(tmp_path, callbacks=[Uploads()]), run, at=daemon.socket).train()
     assert found == [True, True, True]
+
+
+def test_a_save_that_fails_does_not_end_the_training(
+    daemon: RunningDaemon, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where a callback waits for its files, as on a full disk: that step has none, and the others are saved."""
+    seal, found = Slot.seal, []
+
+    class Uploads(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            found.append((Path(args.output_dir) / f"checkpoint-{state.global_step}" / naming.COMMIT).is_file())
+
+    def sealed(slot: Slot, *given: Any) -> str:
+        if trainer.state.global_step == 4:
+            raise NoSpace("there is no space left")
+        return seal(slot, *given)
+
+    monkeypatch.setattr(Slot, "seal", sealed)
+    trainer = attach(plain(tmp_path, callbacks=[Uploads()]), run, at=daemon.socket)
+    trainer.train()
+    assert (trainer.state.global_step, found) == (6, [True, False, True])
+    assert "step 4 was not saved, so callbacks find no files of it: there is no space left" in caplog.text
 
 
 def test_no_save_of_a_plain_trainer_waits_for_its_commit(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:

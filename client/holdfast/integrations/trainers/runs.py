@@ -167,11 +167,19 @@ class TrainerRun:
         if self._exports is not None:
             self._exports.after(ticket)
         if framework.reads_files():
+            self._publish(ticket, linked)
+
+    def _publish(self, ticket: SaveTicket, linked: bool) -> None:
+        """Wait for the files of a step, which others read. Training continues also without them."""
+        try:
             ticket.result()
-            if linked:
-                framework.published(self._output.path(step))
-            else:
-                log.warning("step %d has no link, so callbacks find no files of it, and nothing is pushed to a hub", step)
+        except CheckpointError as error:
+            log.warning("step %d was not saved, so callbacks find no files of it: %s", ticket.step, error)
+            return
+        if linked:
+            self._framework.published(self._output.path(ticket.step))
+        else:
+            log.warning("step %d has no link, so callbacks find no files of it, and nothing is pushed to a hub", ticket.step)
 
     def has_best(self) -> bool:
         """Whether the best checkpoint is one of this run. All ranks ask, and rank 0 answers: it makes the links."""
