@@ -153,9 +153,10 @@ def shared_memory(daemon: RunningDaemon) -> int:
     """Bytes of memory that the segments of its ranks have."""
     found = {}
     for fd in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
-        if "memfd:holdfast" in os.readlink(fd):
-            about = fd.stat()
-            found[about.st_ino] = about.st_blocks * 512
+        with suppress(FileNotFoundError):  # the daemon has closed it meanwhile
+            if "memfd:holdfast" in os.readlink(fd):
+                about = fd.stat()
+                found[about.st_ino] = about.st_blocks * 512
     return sum(found.values())
 
 
