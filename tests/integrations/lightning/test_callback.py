@@ -164,7 +164,7 @@ def test_lightnings_own_files(daemon: RunningDaemon, tmp_path: Path) -> None:
     fitting.fit(Small(), loader(), ckpt_path=file)
     assert fitting.global_step == 6 and steps(daemon, "moved")[-1] == 6
     assert file.read_bytes() == before and os.path.islink(callback.last_model_path)
-    with pytest.raises(InvalidRequest, match="another run"):
+    with pytest.raises(InvalidRequest, match="a run or root other than"):
         trainer(tmp_path, saves(daemon, "other")).fit(Small(), loader(), ckpt_path=callback.last_model_path)
 
 
