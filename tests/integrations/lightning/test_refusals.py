@@ -122,7 +122,7 @@ def test_modules(daemon: RunningDaemon, tmp_path: Path, case: str) -> None:
 
 LOADERS: dict[str, tuple[Callable[[], Any], int, str]] = {
     "mixed": (lambda: [loader(), StatefulDataLoader(loader().dataset, batch_size=2)], 1, "others have none"),
-    "cycled": (lambda: CombinedLoader([loader(), loader(4)], "max_size_cycle"), 3, "begun anew within the epoch"),
+    "cycled": (lambda: CombinedLoader([loader(), loader(4)], "max_size_cycle"), 3, "restarted within the epoch"),
 }
 
 
