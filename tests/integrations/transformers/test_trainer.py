@@ -275,8 +275,11 @@ def test_a_save_that_fails_does_not_end_the_training(
         return seal(slot, *given)
 
     monkeypatch.setattr(Slot, "seal", sealed)
-    trainer = attach(plain(tmp_path, callbacks=[Uploads()]), run, at=daemon.socket)
-    trainer.train()
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    settings |= {"metric_for_best_model": "loss", "greater_is_better": False}
+    trainer = attach(plain(tmp_path, callbacks=[Uploads()], **settings), run, at=daemon.socket)
+    monkeypatch.setattr(trainer, "evaluate", lambda *given, **named: {"eval_loss": abs(4 - trainer.state.global_step)})
+    trainer.train()  # the best step is the one without a checkpoint
     assert (trainer.state.global_step, found) == (6, [True, False, True])
     assert "step 4 was not saved, so callbacks find no files of it: there is no space left" in caplog.text
 

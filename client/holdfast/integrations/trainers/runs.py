@@ -182,11 +182,14 @@ class TrainerRun:
             log.warning("step %d has no link, so callbacks find no files of it, and nothing is pushed to a hub", ticket.step)
 
     def has_best(self) -> bool:
-        """Whether the best checkpoint is one of this run. All ranks ask, and rank 0 answers: it makes the links."""
+        """Whether the best checkpoint is one of this run, and was saved. All ranks ask, and rank 0 answers: it makes the
+        links.
+        """
 
         def found() -> bool:
-            best = self.trainer.state.best_model_checkpoint
-            return best is not None and (Path(best).is_symlink() or self._framework.best_step() in self._saves)
+            best, step = self.trainer.state.best_model_checkpoint, self._framework.best_step()
+            save = None if step is None else self._saves.get(step)
+            return best is not None and (Path(best).is_symlink() if save is None else save.error is None)
 
         if self._checkpointer is None:
             return False
