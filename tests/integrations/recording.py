@@ -17,12 +17,13 @@ RECORD, DIE_AT = "RECORD", "DIE_AT"  # names in the environment of a script
 class Record:
     """Lines of JSON in the file that the environment names; also those of starts that were killed stay in it.
 
-    The process kills itself, at once and by SIGKILL, after the step that the environment names.
+    The process kills itself, at once and by SIGKILL, after the step that the environment names, or a later one if it begins
+    there.
     """
 
     def __init__(self) -> None:
         self._path = Path(os.environ[RECORD])
-        self._die_at = int(os.environ.get(DIE_AT, "-1"))
+        self._die_at = int(os.environ.get(DIE_AT, "-1"))  # -1: at none
 
     def began(self, step: int) -> None:
         """Training begins behind this step: 0 if it begins anew."""
@@ -31,7 +32,7 @@ class Record:
     def step(self, step: int, loss: float, rows: Iterable[int] = ()) -> None:
         """A step was made, on these rows of the data."""
         self._add({"step": step, "loss": float(loss).hex(), "rows": [int(row) for row in rows]})
-        if step == self._die_at:
+        if 0 <= self._die_at <= step:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def ended(self, tensors: Mapping[str, torch.Tensor], values: object = None) -> None:

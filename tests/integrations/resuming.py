@@ -107,7 +107,8 @@ def killed(
     module: str, arguments: Sequence[str], work: Path, last: int, kills: int, seed: int, world: int = 1, by: Start = start
 ) -> Outcome:
     """Run a script to its end, killed so many times: at a step's end by itself, or at any moment from outside. The kills are
-    spread over the training, and the last one comes late, so that something has been saved, however few there are.
+    spread over the training, and the last one comes late, so that something has been saved, however few there are. No start
+    outruns its kill: it dies by itself at the last step, before a script that notes steps before it saves them has ended.
     """
     chance = random.Random(seed)
     past = max(STEPS_PAST, 3 * last // (2 * max(kills, 1)))
@@ -121,7 +122,7 @@ def killed(
         if number == kills - 1 and seen < last:
             target, by_itself = max(target, last - chance.randrange(STEPS_PAST)), True
         lines = len(_steps(record))
-        ranks = by(module, arguments, work, world, target if by_itself else -1)
+        ranks = by(module, arguments, work, world, target if by_itself else last)
         try:
             _await_kill(ranks, record, lines, chance.randint(1, past) if not by_itself else 10**9, work)
             if not by_itself:
