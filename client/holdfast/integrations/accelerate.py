@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.loader_positions import LoaderPosition
 from holdfast.integrations.replaced_method import ReplacedMethod
+from holdfast.link.checkpoint_links import unlink
 from holdfast.stage.save_request import Wait
 from holdfast.state import optimizer_wrappers
 from holdfast.tickets import SaveTicket, settle
@@ -281,9 +282,8 @@ class AcceleratorCheckpoints:
             return
         linked = [path for path in directory.iterdir() if path.is_symlink()]
         numbered = [(int(match[1]), path) for path in linked if (match := _NUMBER.search(path.name))]
-        for _, path in sorted(numbered)[: max(len(numbered) + 1 - limit, 0)]:
-            if naming.linked_step(self.checkpointer.run, os.readlink(path)) is not None:
-                path.unlink()
+        oldest = [path for _, path in sorted(numbered)[: max(len(numbered) + 1 - limit, 0)]]
+        unlink(path for path in oldest if naming.linked_step(self.checkpointer.run, os.readlink(path)) is not None)
 
 
 def _chosen(accelerator: Any, options: Options) -> Options:

@@ -38,6 +38,7 @@ from torchtitan.tools import filesystem
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.torchtitan_state import DataPosition, ModelParts, explained
+from holdfast.link.checkpoint_links import unlink
 from holdfast.state.exclusion import OwnPatterns
 from holdfast.state.named_entries import NamedEntry
 from holdfast.tickets import SaveTicket
@@ -143,7 +144,6 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         """Save if torchtitan's options require it. Commits run in the background; only the last step's is awaited."""
         if not self._is_due(curr_step, last_step):
             return False
-        link = self._free_link(curr_step)
         # within a launch the state of a step is one; after a rollback the steps of before are in the way
         existing: Existing = "same" if curr_step in self._saved else "replace" if self._rolled_back else "refuse"
         if last_step and self._config.last_save_model_only:
@@ -152,9 +152,9 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
             self.ticket = self.checkpointer.save(curr_step, existing=existing, wait="durable" if last_step else None)
         self._saved.add(curr_step)
         self.save_future = _future(self.ticket)
-        if link is not None and _is_first():
-            self.checkpointer.link(self.ticket, link, required=False)
-            self._unlink_old(link.parent)
+        if self._linkable and _is_first():
+            self.checkpointer.link(self.ticket, Path(self.folder, f"step-{curr_step}"), required=False)
+            self._unlink_old(Path(self.folder))
         return True
 
     def _maybe_wait_for_staging(self) -> None:
@@ -260,18 +260,6 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         files = (path for path in Path(place).iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS))
         return {path.name: path for path in files if naming.is_asset_name(path.name)}
 
-    def _free_link(self, step: int) -> Path | None:
-        """The path of a step's link. Raises `InvalidRequest` if something else is there."""
-        if not self._linkable:
-            return None
-        link = Path(self.folder, f"step-{step}")
-        if os.path.lexists(link) and not self._is_ours(link):
-            raise InvalidRequest(
-                f"{link} exists but is not a checkpoint of {self.checkpointer.run}",
-                hint="move it away, or choose another folder",
-            )
-        return link
-
     def _is_ours(self, path: Path) -> bool:
         return path.is_symlink() and naming.linked_step(self.checkpointer.run, os.readlink(path)) is not None
 
@@ -279,11 +267,10 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         """Remove all links but the newest, so that retention may remove the checkpoints; torchtitan's own directories
         stay.
         """
-        if not self._config.keep_latest_k:
+        if not self._config.keep_latest_k or not folder.is_dir():
             return
         ours = [path for path in folder.iterdir() if _NUMBERED.fullmatch(path.name) and self._is_ours(path)]
-        for path in sorted(ours, key=lambda one: int(one.name[5:]))[: -self._config.keep_latest_k]:
-            path.unlink()
+        unlink(sorted(ours, key=lambda one: int(one.name[5:]))[: -self._config.keep_latest_k])
 
 
 def _patterns(name: str) -> list[str]:

@@ -22,6 +22,7 @@ from verl.utils.checkpoint import fsdp_checkpoint_manager
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from holdfast.checkpointer import Checkpointer
+from holdfast.link.checkpoint_links import unlink
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 
@@ -94,7 +95,7 @@ class VerlCheckpoints(BaseCheckpointManager):
         """Save, and return after the commit; `local_path` becomes a link to the checkpoint.
 
         Raises what `Checkpointer.save` and the commit raise, and, before anything is saved, `InvalidRequest` for an
-        HDFS path or an occupied `local_path`.
+        HDFS path.
         """
         if local_path is None:
             return
@@ -105,8 +106,6 @@ class VerlCheckpoints(BaseCheckpointManager):
             )
         checkpointer = self._saving(local_path, max_ckpt_to_keep)
         link = _link(local_path)
-        if os.path.lexists(link) and not _is_ours(checkpointer.run, link):
-            raise InvalidRequest(f"{link} exists but is not a checkpoint of {checkpointer.run}", hint="move it away")
         # staged first: verl moves parameters between devices when this returns, and other processes may want the memory
         groups = self._groups(checkpointer, self.checkpoint_save_contents)
         ticket = checkpointer.save(
@@ -127,20 +126,18 @@ class VerlCheckpoints(BaseCheckpointManager):
         """
         if local_path is None:
             return
-        if any(Path(local_path).glob("*_world_size_*_rank_*.pt")):
-            own = _OWN(self.model, self.optimizer, self.lr_scheduler, **self._given)
-            own.load_checkpoint(local_path, hdfs_path, del_local_after_load)
-            return
-        if self._checkpointer is not None:
-            self._checkpointer.close()
-            self._checkpointer = None
-        _initialize(self.model)
+        self.close()
         run = _run_of(self._run, local_path)
         # separate from the saving one: only a save knows how many checkpoints to keep
         with Checkpointer(run, self._state(), **_chosen(self._options, None)) as checkpointer:
             step = _step(checkpointer, local_path)
-            checkpointer.restore(step, groups=self._groups(checkpointer, self.checkpoint_load_contents))
-        self._restored = step
+            if step is not None:
+                _initialize(self.model)
+                checkpointer.restore(step, groups=self._groups(checkpointer, self.checkpoint_load_contents))
+                self._restored = step
+                return
+        own = _OWN(self.model, self.optimizer, self.lr_scheduler, **self._given)
+        own.load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     def close(self) -> None:
         """Disconnect from the daemon; every save is committed already."""
@@ -251,21 +248,33 @@ def _is_ours(run: str, path: Path) -> bool:
     return path.is_symlink() and naming.linked_step(run, os.readlink(path)) is not None
 
 
-def _step(checkpointer: Checkpointer, local_path: str) -> int:
-    """The step of a path; from its name if there is no link, because the root is on another machine."""
+def _step(checkpointer: Checkpointer, local_path: str) -> int | None:
+    """The step of a path; from its name if it has no link: the root is on another machine, or the link could not be
+    made. None if verl wrote what is there.
+    """
     link = _link(local_path)
     step = checkpointer.step_at(link) if os.path.lexists(link) else None
     if step is not None:
         return step
+    named, local = _STEP_FOLDER.fullmatch(link.parent.name), checkpointer.root() is not None
+    number = None if named is None else int(named[1])
+    if local and number not in checkpointer.steps():
+        number = None
+    if any(Path(local_path).glob("*_world_size_*_rank_*.pt")):
+        if local and number is not None:
+            raise InvalidRequest(
+                f"{local_path} was written by verl, and {checkpointer.run}@{number} was saved without a link there",
+                hint=f"move {local_path} away to restore {checkpointer.run}@{number}; `holdfast rm` removes that one",
+            )
+        return None
     if os.path.lexists(link):
         raise InvalidRequest(
             f"{link} is not a checkpoint of {checkpointer.run} in this root",
-            hint="call install() with the run that it belongs to",
+            hint="call install() with the run that it belongs to, or move it away to restore the step of its folder's name",
         )
-    named = _STEP_FOLDER.fullmatch(link.parent.name)
-    if checkpointer.root() is not None or named is None:
+    if number is None:
         raise NoSuchCheckpoint(f"there is no checkpoint at {link}", hint="`holdfast ls` lists the checkpoints that exist")
-    return int(named[1])
+    return number
 
 
 def _unlink_old(run: str, local_path: Path, step: int, keep: int) -> None:
@@ -275,9 +284,8 @@ def _unlink_old(run: str, local_path: Path, step: int, keep: int) -> None:
     link = _link(str(local_path))
     own = link.name  # the same in every step's folder
     links = []
-    for folder in link.parent.parent.iterdir():
+    for folder in link.parent.parent.glob("global_step_*"):
         number = _STEP_FOLDER.fullmatch(folder.name)
         if number is not None and int(number[1]) <= step and _is_ours(run, folder / own):
             links.append((int(number[1]), folder / own))
-    for _, link in sorted(links)[:-keep]:
-        link.unlink()
+    unlink(link for _, link in sorted(links)[:-keep])

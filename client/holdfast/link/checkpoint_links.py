@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 
@@ -146,6 +147,16 @@ def check_free(link: Path, run: str, root: Path) -> None:
             )
     elif os.path.lexists(link):
         raise InvalidRequest(f"{link} exists, and is not a link", hint="choose another name, or move it away")
+
+
+def unlink(links: Iterable[Path]) -> None:
+    """Remove links. One that stays is warned of: it keeps its checkpoint, and training goes on."""
+    for link in links:
+        log.info("removing the link %s", link)
+        try:
+            link.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("the link %s, which keeps its checkpoint, cannot be removed: %s", link, error.strerror)
 
 
 def _place(link: Path, target: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
+from holdfast.link.checkpoint_links import unlink
 from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast.save_warning import SaveWarning
@@ -188,3 +189,13 @@ def test_a_directory_that_the_daemon_cannot_read_is_said(daemon: RunningDaemon, 
         checkpointer._links.close()
         assert any("do not protect checkpoints" in notice for notice in checkpointer.notices), checkpointer.notices
     assert (out / "100" / "link" / "COMMIT").is_file()
+
+
+def test_a_link_that_cannot_be_removed_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is named in a warning, the others go, and one that is gone is no error."""
+    (tmp_path / "stays").mkdir()
+    (tmp_path / "goes").symlink_to("nowhere")
+    unlink([tmp_path / "stays", tmp_path / "gone", tmp_path / "goes"])
+    assert not os.path.lexists(tmp_path / "goes")
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert str(tmp_path / "stays") in warning

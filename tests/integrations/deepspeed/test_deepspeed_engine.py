@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast_formats.errors import StateMismatch
+from holdfast_formats.errors import InvalidRequest, StateMismatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -39,6 +39,34 @@ def wait(engine: Any) -> None:
     checkpointer_of(engine).fence()
     for ticket in list(checkpointer_of(engine)._tickets.open()):
         ticket.result()
+
+
+def test_training_goes_on_without_a_link(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is in the place of a link, of the directory or of `latest` stays; `latest` names no tag that is not linked."""
+    saves, engine = tmp_path / "saves", make(1, run="run")
+    train(engine, 1)
+    engine.save_checkpoint(saves)
+    (saves / "global_step2").mkdir()
+    train(engine, 1)
+    engine.save_checkpoint(saves)
+    assert f"{saves / 'global_step2'} exists, and is not a link. The checkpoint is saved" in caplog.text
+    train(engine, 1)
+    (tmp_path / "file").write_text("mine")
+    engine.save_checkpoint(tmp_path / "file")
+    assert f"{tmp_path / 'file' / 'global_step3'} was not linked" in caplog.text
+    wait(engine)
+    assert (saves / "latest").read_text() == "global_step1" and not (saves / "global_step2").is_symlink()
+    at_third = tensors(engine)
+    train(engine, 1)
+    (saves / "latest").unlink()
+    (saves / "latest").mkdir()
+    engine.save_checkpoint(saves)
+    wait(engine)
+    (saves / "mine").write_text("mine")
+    with pytest.raises(InvalidRequest, match="exists and is not a link"):
+        engine.load_checkpoint(saves, "mine")
+    assert engine.load_checkpoint(saves, "global_step3")[0] is not None
+    assert_equal(tensors(engine), at_third)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

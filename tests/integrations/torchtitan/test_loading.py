@@ -280,14 +280,16 @@ def test_options_that_contradict_are_refused(build: Build, options: dict[str, An
         build(2, **options)
 
 
-def test_an_occupied_path_is_refused_before_the_save(build: Build, tmp_path: Path) -> None:
-    """E4: what stands where the link belongs is left alone, and nothing is saved."""
-    trainer = build(2)
-    place = tmp_path / "out" / "checkpoint" / "step-2"
-    place.mkdir(parents=True)
-    with pytest.raises(InvalidRequest, match="step-2 exists"):
-        trainer.checkpointer.save(2)
-    assert trainer.checkpointer.ticket is None and place.is_dir()
+@pytest.mark.parametrize("place", ["checkpoint/step-2", "checkpoint"])
+def test_training_goes_on_without_a_link(build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str) -> None:
+    """What is in its place, or its folder's, stays, and the checkpoint is saved all the same."""
+    trainer = build(2, keep_latest_k=2)
+    (tmp_path / "out" / place).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "out" / place).write_text("mine")
+    trainer.checkpointer.save(2)
+    assert f"{tmp_path / 'out' / 'checkpoint' / 'step-2'} was not linked" in caplog.text
+    trainer.checkpointer.ticket.result()
+    assert (tmp_path / "out" / place).read_text() == "mine"
 
 
 def test_state_that_would_be_lost_is_refused(build: Build) -> None:

@@ -110,12 +110,32 @@ def test_a_checkpoint_of_verls_own_is_loaded_by_verl(make: Make, tmp_path: Path)
     moved = make()
     moved.load(tmp_path / "global_step_2")
     assert digests(moved) == digests(own)
-    with pytest.raises(InvalidRequest, match="exists"):
-        moved.save(tmp_path / "global_step_2", 2)
     trained(moved, 2).save(tmp_path / "global_step_4", 4)
     again = make()
     again.load(tmp_path / "global_step_4")
     assert digests(again) == digests(moved)
+
+
+def test_training_goes_on_without_a_link(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is in its place stays, the checkpoint is saved, and found by the number in its path once that is gone."""
+    holdfast_verl.uninstall()
+    folder = tmp_path / "global_step_2"
+    trained(Worker("actor", "fsdp2", None), 1).save(folder, 2)
+    holdfast_verl.install("run", at=tmp_path / "root")
+    worker = trained(make(keep=1), 2)
+    worker.save(folder, 2)
+    assert f"{folder / 'actor'} exists, and is not a link. The checkpoint is saved" in caplog.text
+    assert list((folder / "actor").glob("*_world_size_1_rank_0.pt"))
+    other = make()
+    with pytest.raises(InvalidRequest, match="was written by verl, and run-actor@2 was saved without a link"):
+        other.load(folder)
+    (folder / "actor").rename(tmp_path / "moved")
+    (folder / "actor").write_text("mine")
+    with pytest.raises(InvalidRequest, match="is not a checkpoint of run-actor"):
+        other.load(folder)
+    (folder / "actor").unlink()
+    other.load(folder)
+    assert digests(other) == digests(worker)
 
 
 def test_a_step_folder_itself_stays_verls(make: Make, tmp_path: Path) -> None:

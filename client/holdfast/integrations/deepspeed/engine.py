@@ -146,10 +146,9 @@ class AttachedEngine:
         ticket = self.checkpointer.save(step, existing=existing)  # type: ignore[arg-type]
         self._saved[step] = (tag, state_text)
         if self._has_links and engine.global_rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
             self.checkpointer.link(ticket, path, required=False)
-            if save_latest:
-                Path(save_dir, LATEST).write_text(tag)
+            if save_latest and naming.linked_step(self.checkpointer.run, os.path.realpath(path)) == step:
+                _point(Path(save_dir, LATEST), tag)
 
     def load(self, step: int | None, how: LoadRequest) -> int:
         """Restore a step, or the newest one; returns it, or 0 if there is none."""
@@ -278,6 +277,10 @@ def wanted_step(attached: AttachedEngine, load_dir: str, tag: Any) -> int | None
         beside = [naming.parse_step_directory(path.name) for path in Path(target).parent.glob("*")]
         return step if any(other is not None and other > step for other in beside) else None
     path = _path(load_dir, str(tag))
+    if path.exists() and not path.is_symlink():
+        raise InvalidRequest(
+            f"{path} exists and is not a link to a checkpoint of Holdfast", hint="use another tag or directory, or remove it"
+        )
     step = _step_of_run(attached, os.path.realpath(path))
     return _number(str(tag)) if step is None else step
 
@@ -303,14 +306,17 @@ def is_deepspeeds(run: str, load_dir: str, tag: Any) -> bool:
 
 
 def _path(directory: str, tag: str) -> Path:
-    path = Path(directory, tag)
     if not tag or ".." in Path(tag).parts or Path(tag).is_absolute():
         raise InvalidRequest(f"the tag {tag!r} is not the name of a directory below {directory!r}")
-    if path.exists() and not path.is_symlink():
-        raise InvalidRequest(
-            f"{path} exists and is not a link to a checkpoint of Holdfast", hint="use another tag or directory, or remove it"
-        )
-    return path
+    return Path(directory, tag)
+
+
+def _point(latest: Path, tag: str) -> None:
+    """Let DeepSpeed's file name a tag that is linked; a warning if the file cannot be written."""
+    try:
+        latest.write_text(tag)
+    except OSError as error:
+        log.warning("%s does not name the tag %s: %s", latest, tag, error.strerror)
 
 
 def _number(tag: str) -> int:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.trainers import resuming
-from holdfast.link.checkpoint_links import check_free
+from holdfast.link.checkpoint_links import check_free, unlink
 from holdfast.tickets import SaveTicket
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint
-
-log = logging.getLogger(__name__)
 
 SENTINEL = "checkpoint-is-incomplete.txt"  # a JIT checkpoint of transformers makes the directory with this alone
 _NAMES_MAX = 5  # in a hint
@@ -93,15 +89,6 @@ class OutputLinks:
         others = [step for step in links if step not in kept]
         surplus = len(links) - max(limit, len(kept))
         unlink(links[step] for step in others[: max(surplus, 0)])
-
-
-def unlink(links: Iterable[Path]) -> None:
-    for link in links:
-        log.info("removing the link %s", link)
-        try:
-            link.unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("the link %s, which keeps its checkpoint, cannot be removed: %s", link, error.strerror)
 
 
 def _is_void(path: Path) -> bool:

@@ -15,9 +15,10 @@ from holdfast import launch
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.trainers import exports, resuming
 from holdfast.integrations.trainers.exports import Exports
-from holdfast.integrations.trainers.links import OutputLinks, unlink
+from holdfast.integrations.trainers.links import OutputLinks
 from holdfast.integrations.trainers.options import is_remote, keep_last, of_checkpointer
 from holdfast.integrations.trainers.resuming import STATE_FILE, Wanted
+from holdfast.link.checkpoint_links import unlink
 from holdfast.state.exclusion import OwnPatterns
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint
