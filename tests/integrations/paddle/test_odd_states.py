@@ -20,12 +20,14 @@ from holdfast.integrations.paddle.documents import Scaler, Scheduler
 from holdfast.integrations.paddle.entries import RANDOM
 from holdfast.integrations.paddle.random_streams import PaddleStreams
 from holdfast.stage.background_copy import BackgroundCopy
+from holdfast.stage.replica_claims import buffers_of
 from holdfast.tensors import json_values
 from holdfast_formats.errors import InvalidRequest, StateMismatch, TornSnapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:::paddle")
 paddle.set_device("cpu")
 lr = paddle.optimizer.lr
+WIDE = 1100  # elements whose bytes are copied in the background
 
 
 class Tied(nn.Layer):
@@ -200,6 +202,35 @@ def test_a_change_between_save_and_copy_fails_the_save(tmp_path: Path, monkeypat
     copies.begin()
     with pytest.raises(TornSnapshot, match="model/weight changed while the save was being copied"):
         attached.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(4, WIDE), nn.BatchNorm1D(WIDE)),
+        lambda: nn.utils.spectral_norm(nn.Linear(4, WIDE)),
+    ],
+    ids=["BatchNorm1D", "spectral_norm"],
+)
+def test_a_forward_may_follow_a_save_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    """What it changes is a buffer: copied before `save()` returns, and on each rank another one."""
+    model, copies = make(), held_copies(monkeypatch)
+    optimizer = paddle.optimizer.SGD(0.01, parameters=model.parameters())
+    take_steps(model, optimizer)
+    attached = holdfast_paddle.attach(model, optimizer, "run", at=tmp_path)
+    attached.save(2)
+    saved = bits(model)
+    model(paddle.rand([3, 4]))
+    changed = {name for name, content in bits(model).items() if content != saved[name]}
+    copies.begin()
+    attached.close()
+    own = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    assert changed and {own[name] for name in changed} <= buffers_of(holdfast_paddle.state(model, optimizer))
+    other = make()
+    second = paddle.optimizer.SGD(0.01, parameters=other.parameters())
+    with holdfast_paddle.attach(other, second, "run", at=tmp_path) as attached:
+        attached.restore()
+    assert bits(other) == saved
 
 
 class HeldCopies:

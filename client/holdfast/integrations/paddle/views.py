@@ -96,6 +96,13 @@ def is_parameter(tensor: Any) -> bool:
     return isinstance(tensor, _parameter_class())
 
 
+def is_buffer(name: str, tensor: Any) -> bool:
+    """Whether a forward may change this tensor, and on each rank in another way. Parameters among them are what layers of
+    Paddle keep for themselves: `_mean` and `_variance` of a BatchNorm, `_scale` of a quantised layer.
+    """
+    return not is_parameter(tensor) or (name.rpartition(".")[2].startswith("_") and tensor.stop_gradient)
+
+
 @cache
 def _parameter_class() -> type:
     from paddle.base.framework import EagerParamBase
@@ -108,8 +115,9 @@ class LayerViews:
     """A Paddle layer as `module`, a module of torch: parameters and persistable buffers under their structured names, which
     are views of the layer's memory. Each save and restore follows the layer.
 
-    A parameter with `stop_gradient` requires no gradient. Shared parameters are one tensor under several names. A buffer
-    that is not persistable is an empty one here, another one whenever it has changed: a save names it then.
+    A parameter with `stop_gradient` requires no gradient; one that `is_buffer` is a buffer. Shared parameters are one tensor
+    under several names. A buffer that is not persistable is an empty one here, another one whenever it has changed: a save
+    names it then.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -159,7 +167,7 @@ class LayerViews:
         parameters: dict[str, torch.Tensor] = {name: other.tensor for name, other in self._empty.items()}
         buffers: dict[str, torch.Tensor] = {}
         for name, tensor in self.tensors.items():
-            trainable = is_parameter(tensor)
+            trainable = not is_buffer(name, tensor)
             turned = self.places.adapter is not None and self.places.place(name, tensor).turned
             view = self._views.of(name, self.places.held(name, tensor), trainable, turned)
             if trainable:
