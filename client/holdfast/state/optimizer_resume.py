@@ -22,7 +22,7 @@ from holdfast.state.partitioned.live import blocks_of
 from holdfast.state.partitioned.resume import BlockResume, stored_keys, stored_wrapper
 from holdfast.state.state_tensors import GROUP, MASTER_GROUP, NewTensor, device_of, is_storable, want_live
 from holdfast.tensors import casting, numbered_parameters, registered, trees, wrapped
-from holdfast.tensors.fragments import global_shape, is_sharded
+from holdfast.tensors.fragments import global_shape, is_sharded, local_tensors
 from holdfast.tensors.leaves import Key, LackingCopy, OfferedLeaves, PartPlan, Selection
 from holdfast.tensors.optimizer_documents import BLOCKS, IDLE, WRAPPED
 from holdfast.tensors.torch_dtypes import local_shape, safetensors_name, torch_dtype
@@ -45,8 +45,21 @@ def plan(state: OptimizerEntry, stored: OfferedLeaves, selection: Selection, kee
     text = stored.value(GROUP, state.key)
     if text is None or not selection.takes(GROUP, state.key):
         want_live(state.entries(), part_plan, selection, ())
+        _claim_masters_elsewhere(state, stored, selection, part_plan)
         return part_plan
     return _Resumption(state, stored, selection, part_plan, keeper).prepare(text)
+
+
+def _claim_masters_elsewhere(state: OptimizerEntry, stored: OfferedLeaves, selection: Selection, plan: PartPlan) -> None:
+    """Claim the masters that other ranks keep, such as those of another pipeline stage, when no other state is restored."""
+    if not isinstance(state, ShardedOptimizer) or not state.has_masters():  # a fresh one may yet keep them here
+        return
+    for parameter in state.parameters():
+        spec, target = stored.spec(MASTER_GROUP, parameter.name), (MASTER_GROUP, parameter.name)
+        if spec is not None and not parameter.kept and selection.takes(*target):
+            made = parameter.fresh(MASTER_GROUP, torch_dtype(spec[0], parameter.name), spec[1], "")
+            if not any(local.numel() for local in local_tensors(made.value)):
+                plan.claimed.add(target)
 
 
 def under_key(stored: OfferedLeaves, keys: Sequence[str]) -> OfferedLeaves:

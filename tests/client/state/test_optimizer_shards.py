@@ -254,6 +254,33 @@ def test_masters_that_the_saved_optimizer_does_not_list_are_made():
     assert all(torch.equal(made[name, "master"], master) for name, master in masters.items())
 
 
+def test_masters_of_another_stage_are_no_part_of_a_restore_without_moments():
+    """Of a parameter that other ranks step, this one has nothing to restore, in every choice of groups."""
+    weights = parameters()
+    masters = {name: weight.detach() + 1 for name, weight in weights.items()}
+    checkpoint = save({"model": weights, "master": masters, "optim": adam(weights, 1)})
+    ours = "embed.weight"
+    kept = {ours: {"master": torch.zeros(SHAPES[ours])}}
+    here: set[str] = set()
+
+    def new(name: str, key: str, dtype: torch.dtype) -> Any:
+        return (
+            torch.zeros(SHAPES[name], dtype=dtype) if name in here else Fragment(torch.empty(0), SHAPES[name], flat=(0, 0))
+        )
+
+    def live() -> dict[str, Any]:
+        groups = Partition(halves()[0].runs).groups_now
+        shards = OptimizerShards(groups=lambda: groups, state=lambda: kept, install=print, new=new)
+        return {"model": parameters(1), "optim": shards}
+
+    restore(checkpoint, live(), groups=["model", "master"])
+    assert torch.equal(kept[ours]["master"], masters[ours])
+    here.add("norm")
+    with pytest.raises(StateMismatch) as told:
+        restore(checkpoint, live(), groups=["model", "master"])
+    assert told.value.members["unexpected"] == ["master/norm"]
+
+
 def test_weights_without_their_masters_are_refused():
     """Stale copies are refused by name, or set from the weights wherever this rank's part of both lies."""
     weights = parameters()
