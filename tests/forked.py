@@ -30,7 +30,7 @@ from typing import IO, Any, Literal, NoReturn
 
 TOP = Path(__file__).parents[1]
 PYTHON = sys.executable  # a test may have another one
-Kind = Literal["rank", "daemon"]
+Kind = Literal["rank", "daemon", "paddle", "paddleformers"]
 IMPORTED: dict[Kind, tuple[str, ...]] = {
     "rank": (
         *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint"),
@@ -54,7 +54,11 @@ IMPORTED: dict[Kind, tuple[str, ...]] = {
         ),
         *("uvicorn.loops.auto", "encodings.idna", *(["psycopg"] if find_spec("psycopg") else [])),
     ),
+    "paddle": ("tests.integrations.paddle.train", "tests.integrations.paddle.fleet_worlds"),
+    "paddleformers": ("tests.integrations.paddle.trainer.train", "paddleformers.transformers.llama.modeling"),
 }
+SHARED_KINDS: tuple[Kind, ...] = ("rank", "daemon")  # those that every tester needs
+OWN_THREADS = ("jemalloc_bg_thd",)  # of an allocator that readies itself for a fork
 MESSAGE_BYTES_MAX = 2**20
 SHARED = "HOLDFAST_TESTS_FORKED"  # the directory of the sockets of servers that all testers use
 _connecting = threading.Lock()
@@ -63,7 +67,8 @@ _connecting = threading.Lock()
 class Forked:
     """A running `python ARGUMENTS`, as `subprocess.Popen` has it; its standard output is a pipe, and its input on demand.
 
-    With `output` standard output and error go to that descriptor instead. `kind` says what it finds imported.
+    With `output` standard output and error go to that descriptor instead. `kind` says what it finds imported; `session`,
+    whether it leads a session, and so a process group, of its own.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class Forked:
         talks: bool = False,
         output: int | None = None,
         kind: Kind = "rank",
+        session: bool = False,
     ) -> None:
         self._kind = kind
         self.returncode: int | None = None
@@ -94,6 +100,7 @@ class Forked:
             "arguments": [str(argument) for argument in arguments],
             "environment": dict(os.environ) if environment is None else environment,
             "directory": os.getcwd(),
+            "session": session,
         }
         self.pid = ask_to_begin(kind, asked, theirs)
         # Where a test fails before it ends this, a warning of these would fail one that comes later.
@@ -182,7 +189,7 @@ def share() -> None:
     """Start a server of each kind for every process that this one starts."""
     directory = tempfile.TemporaryDirectory(prefix="hf-")
     atexit.register(directory.cleanup)
-    for kind in IMPORTED:
+    for kind in SHARED_KINDS:
         _start(kind, Path(directory.name, kind))
     os.environ[SHARED] = directory.name
 
@@ -195,7 +202,7 @@ def _server(kind: Kind) -> _Server:
 @functools.lru_cache
 def _connected(kind: Kind) -> _Server:
     directory = os.environ.get(SHARED)
-    if directory is None:
+    if directory is None or kind not in SHARED_KINDS:
         return _Server(_start(kind))
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.connect(str(Path(directory, kind)))
@@ -306,6 +313,8 @@ def _run(asked: dict[str, Any], descriptors: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.chdir(asked["directory"])
+    if asked.get("session"):
+        os.setsid()
     sys.path[1:1] = paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     for script in (Path(path, "sitecustomize.py") for path in paths):
         if script.exists():
@@ -348,12 +357,13 @@ def _prepare_daemons() -> None:
 
 def main() -> None:
     control, *listeners = [socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[2:]]
-    kind: Kind = "daemon" if sys.argv[1] == "daemon" else "rank"
+    kind = next(kind for kind in IMPORTED if kind == sys.argv[1])
     for module in IMPORTED[kind]:
         importlib.import_module(module)
     if kind == "daemon":
         _prepare_daemons()
-    if len(os.listdir("/proc/self/task")) > 1:
+    threads = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    if any(Path(task, "comm").read_text().strip() not in OWN_THREADS for task in threads):
         raise SystemExit("an import has begun a thread: what is forked now may find a lock that nobody frees")
     gc.freeze()  # what is imported stays shared
     work = _serve(control, listeners[0] if listeners else None)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.daemons import free_port
+from tests.forked import Forked, Kind
 from tests.integrations.environments import TOP
 from tests.integrations.recording import DIE_AT, RECORD
 
@@ -54,10 +55,16 @@ def outcome(record: Path) -> Outcome:
     return found
 
 
-def start(module: str, arguments: Sequence[str], work: Path, world: int, die_at: int = -1) -> list[subprocess.Popen[bytes]]:
+Rank = subprocess.Popen[bytes] | Forked
+
+
+def start(
+    module: str, arguments: Sequence[str], work: Path, world: int, die_at: int = -1, kind: Kind | None = None
+) -> list[Rank]:
     """The ranks of a script, in one process group each, with the environment that torchrun makes for a new launch.
 
-    A rank that is alone is started as a plain program is, without that environment.
+    A rank that is alone is started as a plain program is, without that environment. With a `kind` they are forks of a
+    process that has imported what takes most of a start.
     """
     work.mkdir(parents=True, exist_ok=True)
     about = dict(os.environ)
@@ -65,13 +72,17 @@ def start(module: str, arguments: Sequence[str], work: Path, world: int, die_at:
         about |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
         about |= {"LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_RESTART_COUNT": "0"}
     about |= settings(die_at)
-    command = [sys.executable, "-m", module, "--work", str(work), *arguments]
-    ranks = []
+    command = ["-m", module, "--work", str(work), *arguments]
+    ranks: list[Rank] = []
     for rank in range(world):
         mine = about | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})
         mine |= {RECORD: str(work / f"record-{rank}.jsonl")}
         with (work / f"output-{rank}.txt").open("ab") as output:
-            ranks.append(subprocess.Popen(command, env=mine, cwd=TOP, stdout=output, stderr=output, start_new_session=True))
+            if kind is not None:
+                ranks.append(Forked(command, mine, output=output.fileno(), kind=kind, session=True))
+                continue
+            own = [sys.executable, *command]
+            ranks.append(subprocess.Popen(own, env=mine, cwd=TOP, stdout=output, stderr=output, start_new_session=True))
     return ranks
 
 
@@ -80,7 +91,7 @@ def settings(die_at: int) -> dict[str, str]:
     return {DIE_AT: str(die_at), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(TOP)}
 
 
-def end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def end(ranks: Sequence[Rank]) -> None:
     """Kill whatever is left of the ranks, with their data loader's workers."""
     for rank in ranks:
         with suppress(ProcessLookupError):
@@ -88,7 +99,7 @@ def end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         rank.wait()
 
 
-Start = Callable[[str, Sequence[str], Path, int, int], list[subprocess.Popen[bytes]]]  # as `start`, by some launcher
+Start = Callable[[str, Sequence[str], Path, int, int], list[Rank]]  # as `start`, by some launcher
 
 
 def completed(module: str, arguments: Sequence[str], work: Path, world: int = 1, by: Start = start) -> Outcome:
@@ -142,7 +153,7 @@ def assert_equal(whole: Outcome, other: Outcome) -> None:
     assert other.ends[-1] == whole.ends[0], _difference(whole.ends[0], other.ends[-1])
 
 
-def _await_kill(ranks: Sequence[subprocess.Popen[bytes]], record: Path, lines: int, steps: int, work: Path) -> None:
+def _await_kill(ranks: Sequence[Rank], record: Path, lines: int, steps: int, work: Path) -> None:
     """Return when a rank has killed itself or ended, or when so many more steps were recorded."""
     limit = time.monotonic() + START_S
     while time.monotonic() < limit:

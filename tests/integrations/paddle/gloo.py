@@ -9,7 +9,10 @@ rank holds.
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,6 +32,7 @@ from paddle.distributed.fleet.utils import hybrid_parallel_util, tensor_fusion_h
 from tests.daemons import free_port
 
 ALIGNMENT = 256  # bytes, as on a GPU
+LISTEN, LISTENS_S = "0A", 60.0  # the state in /proc/net/tcp, and how long to look for it
 # What torchrun tells a rank, and no launcher of Paddle.
 OF_TORCHRUN = (
     "RANK",
@@ -51,6 +55,9 @@ def place() -> None:
     """Tell a rank of `tests.integrations.resuming` what paddle.distributed.launch would; one that it started knows that."""
     told = {name: os.environ.pop(name, None) for name in OF_TORCHRUN}
     world, rank = int(told["WORLD_SIZE"] or 1), int(told["RANK"] or 0)
+    parallel._global_parallel_env = None  # a fork has what was there when Paddle was imported
+    if "paddleformers.utils.distributed" in sys.modules:
+        sys.modules["paddleformers.utils.distributed"].world_size = world
     if world == 1:
         return
     port = int(os.environ["MASTER_PORT"])
@@ -83,6 +90,7 @@ def complete() -> None:
     gloo.broadcast = _in_float32(gloo.broadcast, 0)
     gloo.all_reduce = _in_float32(gloo.all_reduce, 0)
     gloo.create = _with_own_store(gloo.create)
+    core.create_or_get_global_tcp_store = _once_it_listens(core.create_or_get_global_tcp_store)
     mp_ops._C_ops = _Operators(mp_ops._C_ops)
     tensor_parallel.broadcast_input_data = _broadcast_inputs
 
@@ -116,6 +124,21 @@ def _in_float32(own: Callable[..., Any], at: int) -> Callable[..., Any]:
     return call
 
 
+def _once_it_listens(own: Callable[[], Any]) -> Callable[[], Any]:
+    """Paddle sleeps three seconds where a rank comes before the first one listens."""
+
+    def made() -> Any:
+        port, until = int(os.environ.get("PADDLE_MASTER", ":0").rpartition(":")[2]), time.monotonic() + LISTENS_S
+        listening = f":{port:04X} 00000000:0000 {LISTEN}"
+        while port and os.environ["PADDLE_TRAINER_ID"] != "0" and time.monotonic() < until:
+            if listening in Path("/proc/net/tcp").read_text():
+                break
+            time.sleep(0.02)
+        return own()
+
+    return made
+
+
 def _with_own_store(own: Callable[..., Any]) -> Callable[..., Any]:
     """Paddle's groups of gloo write the same names into one store, so that groups of other ranks cannot be made at once."""
     stores = []
@@ -123,9 +146,12 @@ def _with_own_store(own: Callable[..., Any]) -> Callable[..., Any]:
     def create(store: Any, rank: int, world: int, group: int) -> Any:
         if world > 1 and group > 0:
             if rank == 0:
-                store.set(f"gloo/{group}", str(free_port()))
-            port = int(bytes(store.get(f"gloo/{group}")))
-            store = core.TCPStore("127.0.0.1", port, rank == 0, world)
+                port = free_port()
+                own_store = core.TCPStore("127.0.0.1", port, True, 1)  # of one rank: it waits for none
+                store.set(f"gloo/{group}", str(port))
+            else:
+                own_store = core.TCPStore("127.0.0.1", int(bytes(store.get(f"gloo/{group}"))), False, world)
+            store = own_store
             stores.append(store)
         return own(store, rank, world, group)
 

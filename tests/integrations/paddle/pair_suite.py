@@ -6,24 +6,30 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tests.integrations.environments import TOP
 from tests.integrations.recording import RECORD
-from tests.integrations.resuming import Outcome, assert_equal, outcome, settings
+from tests.integrations.resuming import Outcome, Rank, assert_equal, outcome, settings, start
 from tests.suites.adapter_suite import AdapterSuite
 
 SCRIPT = Path(__file__).with_name("launched.py")
+# Most of a start is to import Paddle, and more so PaddleFormers.
+fork = partial(start, kind="paddle")
+fork_trainer = partial(start, kind="paddleformers")
 
 
 class PairSuite(AdapterSuite):
     """What the other rank did is compared too: its rows, losses and end."""
 
+    START = staticmethod(fork)
+
     def check(self, whole: Outcome, work: Path) -> None:
         assert_equal(outcome(work.parent / "whole" / "record-1.jsonl"), outcome(work / "record-1.jsonl"))
 
 
-def launch(module: str, arguments: Sequence[str], work: Path, world: int, die_at: int = -1) -> list[subprocess.Popen[bytes]]:
+def launch(module: str, arguments: Sequence[str], work: Path, world: int, die_at: int = -1) -> list[Rank]:
     """`python -m paddle.distributed.launch` of the script, as `tests.integrations.resuming.start`. gloo is what it takes
     where there is no accelerator.
     """

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.paddle.pair_suite import PairSuite, launch
-from tests.integrations.resuming import end, start
+from tests.integrations.paddle.pair_suite import PairSuite, fork, launch
+from tests.integrations.resuming import end
 from tests.suites.adapter_suite import Case
 
 SCRIPT = "tests.integrations.paddle.fleet_worlds"
@@ -32,7 +32,7 @@ WORLDS = {
 
 
 def act(action: str, work: Path, world: int) -> None:
-    ranks = start(SCRIPT, [action], work, world)
+    ranks = fork(SCRIPT, [action], work, world)
     try:
         for rank in ranks:
             rank.wait(timeout=START_S)

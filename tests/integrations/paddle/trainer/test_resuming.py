@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.integrations.paddle.pair_suite import fork_trainer
 from tests.integrations.resuming import Outcome
 from tests.suites.adapter_suite import AdapterSuite, Case
 
 
 class TestPaddleFormers(AdapterSuite):
-    """With few kills but in the first: a start takes most of its time to import PaddleFormers."""
-
+    START = staticmethod(fork_trainer)
     SCRIPT = "tests.integrations.paddle.trainer.train"
     KILLED = (
         Case("200 steps", "--half --master-grad --accumulate 2 --evaluate --best --steps 200"),
