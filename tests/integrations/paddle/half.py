@@ -31,7 +31,8 @@ def compute_in_float32(model: Any) -> None:
 def _widen(layer: Any, _: Any) -> None:
     for name, parameter in layer._parameters.items():
         if parameter is not None:
-            vars(layer)[name] = parameter.astype("float32")  # it is found before the parameter
+            wide = vars(layer)[name] = parameter.astype("float32")  # it is found before the parameter
+            wide.is_distributed = parameter.is_distributed
 
 
 def _drop(layer: Any, *_: Any) -> None:

@@ -26,7 +26,7 @@ _SECRET = ("_token", "_key")
 def live_objects(trainer: Any) -> dict[str, Any]:
     """The entries of the state: model, optimizer, scheduler, the scaler if gradients are scaled, random streams."""
     scaler = trainer.scaler if trainer.do_grad_scaling else None
-    found = paddle.state(trained_layer(trainer), _inner(trainer.optimizer), trainer.lr_scheduler, scaler)
+    found = paddle.state(trained_layer(trainer), trainer.optimizer, trainer.lr_scheduler, scaler)
     return found | {entries.RANDOM: TrainerStreams()}
 
 
@@ -93,15 +93,6 @@ def is_better(trainer: Any, value: float) -> bool:
     if best is None or trainer.state.best_model_checkpoint is None:
         return True
     return bool(value > best if trainer.args.greater_is_better else value < best)
-
-
-def _inner(optimizer: Any) -> Any:
-    """The optimizer inside the wrapper that amp_master_grad puts around it."""
-    from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionOptimizer
-
-    while isinstance(optimizer, MixPrecisionOptimizer):
-        optimizer = optimizer._inner_opt
-    return optimizer
 
 
 def _plain(value: Any) -> Any:

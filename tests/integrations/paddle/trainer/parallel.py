@@ -27,14 +27,16 @@ from paddleformers.transformers.llama.modeling import LlamaForCausalLMPipe  # no
 from holdfast.integrations.paddleformers import attach  # noqa: E402
 from tests.integrations.paddle import fleet_trainings  # noqa: E402
 from tests.integrations.paddle.fleet_trainings import Training  # noqa: E402
+from tests.integrations.paddle.half import compute_in_float32  # noqa: E402
 from tests.integrations.paddle.trainer.models import ROWS, WORDS, Sentences  # noqa: E402
-from tests.integrations.paddle.trainer.train import Notes, Recorded  # noqa: E402
+from tests.integrations.paddle.trainer.train import Half, Notes, Recorded  # noqa: E402
 from tests.integrations.recording import Record  # noqa: E402
 
 TENSORS, STAGES = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "stage1": {"sharding": "stage1"},
+    "v2": {"sharding": "stage1", "split_param": True},  # with --half alone
     "stage2": {"sharding": "stage2"},
     "stage3": {"sharding": "stage3"},
     "tp": TENSORS,
@@ -59,8 +61,19 @@ class InStages(Recorded):
         return loss
 
 
+class HalfInStages(InStages, Half):
+    """With weights of bfloat16, which it computes with in float32."""
+
+    def _wrap_model(self, model: Any, training: bool = True) -> Any:
+        wrapped = super()._wrap_model(model, training)
+        if training:
+            compute_in_float32(self.model)
+        return wrapped
+
+
 def arguments(options: argparse.Namespace) -> TrainingArguments:
     """Epochs of eleven steps, shuffled."""
+    half = {"bf16": True, "fp16_opt_level": "O2"} if options.half else {}
     evaluation: dict[str, Any] = {}
     if options.evaluate:
         evaluation = {"evaluation_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": BATCH}
@@ -77,12 +90,12 @@ def arguments(options: argparse.Namespace) -> TrainingArguments:
         save_steps=2,
         logging_steps=1,
         seed=7,
-        split_param=False,
-        amp_master_grad=False,
+        amp_master_grad=options.half,
         device="cpu",
         report_to=[],
         disable_tqdm=True,
-        **FORMS[options.form],
+        **({"split_param": False} | FORMS[options.form]),
+        **half,
         **evaluation,
     )
 
@@ -140,7 +153,7 @@ def main() -> None:
     parser.add_argument("--form", choices=FORMS, default="plain")
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--virtual", type=int, default=1)
-    for flag in ("drawn", "evaluate", "tied"):
+    for flag in ("drawn", "evaluate", "half", "tied"):
         parser.add_argument(f"--{flag}", action="store_true")
     paddle.set_device("cpu")
     paddle.device.synchronize = lambda *_: None  # PaddleFormers calls it on a CPU too, where Paddle refuses it
@@ -150,7 +163,12 @@ def main() -> None:
     notes = Notes(Record(), options.work / "root")
     evaluated = Sentences(rows=8) if options.evaluate else None
     data = {"train_dataset": Sentences(options.drawn, ROWS * args.dataset_world_size), "eval_dataset": evaluated}
-    trainer = InStages(model=model_of(args, options), args=args, callbacks=[notes], **data)
+    kind, model = (HalfInStages if options.half else InStages), model_of(args, options)
+    if options.half:
+        model.to(dtype="bfloat16")
+    trainer = kind(model=model, args=args, callbacks=[notes], **data)
+    if options.half:
+        trainer.disable_autocast_context_manager()
     notes.trainer = trainer
     attach(trainer, "run", at=options.work / "root")
     seed = 7 + args.dataset_rank  # PaddleFormers gives all ranks one
