@@ -140,7 +140,7 @@ class Checkpointer:
         launch = self._launch = launches.current(run)
         asset_bytes = asset_files.collect(files) if launch.rank == 0 or laid_out is not None else {}
         declared = None if laid_out is None else declare(laid_out, launch, asset_bytes)
-        self._state = TrainState(state, launch.rank, launch.world, declared)
+        self._state = TrainState(state, launch.rank, launch.world, declared, launch.mesh)
         rounded = None if model is None else FromMasters(state)
         self._tickets, self._rhythm, self._training_stop = Tickets(), SaveInterval(), TrainingStop()
         who = RankIdentity(run, launch.rank, launch.world, launch.name, keep_last)

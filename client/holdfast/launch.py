@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast_formats.errors import CheckpointError, DeadlineExceeded, InvalidRequest, from_problem
+from holdfast_formats.layout.mesh import Mesh
 
 from .config import LaunchInfo, check_placed, launch_info
 
@@ -33,25 +34,29 @@ def this_process() -> str:
 class Launch(NamedTuple):
     """`name` is the unique ID of this launch, the same on all its ranks.
 
-    `peers` ranks of it are on this machine, including this one; if unknown, all of them.
+    `peers` ranks of it are on this machine, including this one; if unknown, all of them. `mesh`: how they are arranged, if
+    the framework says so.
     """
 
     rank: int
     world: int
     name: str
     peers: int
+    mesh: Mesh | None = None
 
 
 class StartedRanks(NamedTuple):
     """The ranks that a framework has started together, and the store of texts that they share, which is no collective.
 
-    `take` waits at most so many seconds for a text, and raises `DeadlineExceeded` then.
+    `take` waits at most so many seconds for a text, and raises `DeadlineExceeded` then. `mesh`: which of them share rows,
+    tensors and layers, if that is known.
     """
 
     rank: int
     world: int
     put: Callable[[str, str], None]
     take: Callable[[str, float], str]
+    mesh: Mesh | None = None
 
 
 _assigned: ContextVar[Callable[[], Launch] | None] = ContextVar("_assigned", default=None)
@@ -93,7 +98,8 @@ def current(run: str) -> Launch:
         return assigned_now()
     information = launch_info()
     rank, world, name = _identity(run, information)
-    return Launch(rank, world, name, min(information.local_world or world, world))
+    mesh = _announced[0].mesh if _announced else None
+    return Launch(rank, world, name, min(information.local_world or world, world), mesh)
 
 
 def answer_of_rank_0(question: str, answer: Callable[[], Any], wait_s: float) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from holdfast.config import LAUNCHERS, Launcher
 from holdfast.launch import StartedRanks, alone, announce, answer_of_rank_0, current
 from holdfast_formats.errors import DeadlineExceeded, InvalidRequest
+from holdfast_formats.layout.mesh import Mesh
 
 
 @pytest.fixture(autouse=True)
@@ -115,11 +116,12 @@ def test_announced_ranks_agree_on_a_name_and_on_answers_through_their_store(stat
     for rank in range(2):  # what two processes do
         stated.setattr("holdfast.launch._announced", [])
         stated.setattr("holdfast.launch._constructed", defaultdict(itertools.count))
-        announce(StartedRanks(rank, 2, texts.__setitem__, take))
+        announce(StartedRanks(rank, 2, texts.__setitem__, take, Mesh(tp=2)))
         launches.append(current("announced"))
         answers.append(answer_of_rank_0("newest", lambda: [7], 1.0))
     assert [launch[:2] for launch in launches] == [(0, 2), (1, 2)]
     assert launches[0].name == launches[1].name
+    assert {launch.mesh for launch in launches} == {Mesh(tp=2)}
     assert answers == [[7], [7]]
     with pytest.raises(DeadlineExceeded, match="has not constructed this checkpointer"):
         current("that rank 0 never constructs")

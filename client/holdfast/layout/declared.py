@@ -53,7 +53,7 @@ from holdfast.tensors import optimizer_documents
 from holdfast.tensors.leaves import Content, Key, Leaf, OfferedLeaves
 from holdfast.tensors.live_pieces import LivePiece
 from holdfast_formats.errors import InvalidRequest, StateMismatch
-from holdfast_formats.layout import declared, language, rank_tensors, successors
+from holdfast_formats.layout import declared, language, rank_tensors
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.layout.rules import Rules
@@ -95,10 +95,6 @@ class DeclaredLayout:
         self._texts: dict[str, tuple[str, str]] = {}
 
     @property
-    def mesh(self) -> dict[str, int]:
-        return successors.stated(self.layout.mesh)
-
-    @property
     def divides(self) -> bool:
         """Whether ranks hold parts of plain tensors. With replicas alone (`dp=8`) each holds whole ones."""
         mesh = self.layout.mesh
@@ -133,7 +129,7 @@ class DeclaredLayout:
         aliases = {group: stored_aliases(tied, groups.get(group)) for group, tied in content.aliases.items()}
         for group, declared_group in groups.items():
             aliases[group] = {**declared_group.stored_ties, **held_ties(declared_group), **aliases.get(group, {})}
-        return Content(leaves, content.values, {group: tied for group, tied in aliases.items() if tied}, self.mesh)
+        return Content(leaves, content.values, {group: tied for group, tied in aliases.items() if tied}, content.mesh)
 
     def outward_text(self, key: str, text: str) -> str:
         """An optimizer's document with the names of stored tensors, from the last call of `outward`."""

@@ -38,7 +38,7 @@ class RankState(NamedTuple):
 
 
 def state_of_rank(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) -> RankState:
-    """The part of `state.json` for `rank`; `now` is the mesh of its layout, if it has one.
+    """The part of `state.json` for `rank`; `now` is the mesh of its launch, if that is known.
 
     Optimizer documents of all ranks are merged, because each rank knew only the parameters of its own stage.
     """

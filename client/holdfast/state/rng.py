@@ -1,11 +1,12 @@
 """Saves and restores the random streams of this process: Python's, numpy's, torch's on the CPU and on every CUDA device.
 
 Each stream is a tensor `ranks/<rank>/rng/<stream>` of the group `extra`; parts that are not arrays are in the JSON value
-`rng`. If save and restore both have a layout, a rank continues the streams of the rank that had its place
+`rng`. If save and restore both know their mesh, a rank continues the streams of the rank that had its place
 (`holdfast_formats.layout.successors`), otherwise those of the same rank number. If there is no such rank, it continues the
 streams of another one: that with its coordinates modulo the saved sizes, or else `rank mod saved ranks`. These are mixed
-with its own number, so that no two ranks draw the same: each stream is seeded from a digest of the saved stream's bytes and
-the rank. Streams of other frameworks are entries of the state (`FurtherStreams`), and stored in the same JSON value.
+with a number (`Mixing`), so that no two ranks draw the same unless they train together on the same rows: each stream is
+seeded from a digest of the saved stream's bytes and the number. Streams of other frameworks are entries of the state
+(`FurtherStreams`), and stored in the same JSON value.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ import numpy as np
 import torch
 
 from holdfast.left_out import LeftOutNote
-from holdfast.state.streams import FurtherStreams
+from holdfast.state.streams import FurtherStreams, seed_of
 from holdfast.tensors import json_values
 from holdfast.tensors.leaves import RANK_PREFIX, Content, OfferedLeaves, PartPlan, Selection
 from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
-from holdfast_formats.digest import digest
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
-from holdfast_formats.layout.successors import SavedRankChoice
+from holdfast_formats.layout.successors import Mixing, SavedRankChoice
 
 GROUP = "extra"
 KEY = "rng"
@@ -78,16 +78,16 @@ def install(streams: RandomStreams, further: Further = ()) -> None:
             one.load_state_dict(residual[one.name])
 
 
-def mixed(streams: RandomStreams, rank: int, further: Further = ()) -> RandomStreams:
-    """Streams for a rank that has none, each seeded from the given stream's bytes and the rank's number."""
-
-    def seed_of(saved: bytes) -> int:
-        return int(digest(saved + rank.to_bytes(8, "little")), 16)
-
-    seeds = {name: seed_of(tensor.contiguous().numpy().tobytes()) for name, tensor in streams.tensors.items()}
+def mixed(streams: RandomStreams, mixing: Mixing, further: Further = ()) -> RandomStreams:
+    """Streams for a rank that has none: those with a number are seeded from it and the given stream's bytes."""
     tensors: dict[str, torch.Tensor] = {}
     residual = dict(streams.residual)
-    for name, seed in seeds.items():
+    for name, tensor in streams.tensors.items():
+        number = mixing.device if name.startswith(_CUDA) else mixing.process
+        if number is None:
+            tensors[name] = tensor
+            continue
+        seed = seed_of(tensor.contiguous().numpy().tobytes(), number)
         if name == _PYTHON:
             version, words, gauss = random.Random(seed).getstate()
             tensors[name] = _words(words)
@@ -101,9 +101,8 @@ def mixed(streams: RandomStreams, rank: int, further: Further = ()) -> RandomStr
         elif _is_here(name):
             tensors[name] = torch.Generator(f"cuda:{name.removeprefix(_CUDA)}").manual_seed(seed % 2**63).get_state()
     for one in further:
-        if one.name in residual:
-            stored = residual[one.name]
-            residual[one.name] = one.mixed(stored, seed_of(json_values.dumps(stored, KEY).encode()) % 2**63)
+        if one.name in residual and mixing.device is not None:
+            residual[one.name] = one.mixed(residual[one.name], mixing.device)
     return RandomStreams(tensors, residual)
 
 
@@ -175,7 +174,7 @@ class RandomState(NamedTuple):
         if text is None or not ranks:
             plan.notes.append(LeftOutNote("the checkpoint has no random states: this process keeps its own"))
             return plan
-        source, exact = _heir(self.rank, stored.stream, ranks)
+        source, _, mixing = _heir(self.rank, stored.stream, ranks)
         tensors = {}
         for name in (name for name in names if name.startswith(_prefix(source))):
             dtype, shape = names[name]
@@ -186,11 +185,12 @@ class RandomState(NamedTuple):
         streams = RandomStreams(tensors, json_values.loads(text, KEY))
         plan.notes += self._unlike(streams)
         further = self.random.further
-        plan.actions.append(lambda: self.random.go_on_from(streams if exact else mixed(streams, self.rank, further)))
-        if not exact:
+        plan.actions.append(lambda: self.random.go_on_from(mixed(streams, mixing, further)))
+        if mixing != Mixing():
+            of = "those of devices" if mixing.process is None else "all of them"
             plan.notes.append(
-                f"rank {self.rank} has no saved random states: it uses those of rank {source}, mixed with its "
-                "own rank number"
+                f"rank {self.rank} has no saved random states: it uses those of rank {source}, and mixes {of} with a number "
+                "of its own place, which it shares with its tensor-parallel group"
             )
         elif source != self.rank:
             plan.notes.append(
@@ -201,6 +201,7 @@ class RandomState(NamedTuple):
     def _unlike(self, stored: RandomStreams) -> list[str]:
         """Notes on streams that only one side has. Raises `StateMismatch` for those of a framework that do not fit."""
         notes: list[str] = []
+        begun: list[str] = []
         further = {one.name: one for one in self.random.further}
         residual = stored.residual if isinstance(stored.residual, dict) else {}
         idle = [name for name in residual if name not in (_PYTHON, _NUMPY, *further)]
@@ -209,8 +210,12 @@ class RandomState(NamedTuple):
             if name in residual:
                 one.refuse_unfit(residual[name])
                 idle += one.absent(residual[name])
+                begun += one.begun(residual[name])
             else:
                 notes.append(LeftOutNote(f"the checkpoint has no random states of {name}: this process keeps its own"))
+        if begun:
+            text = f"random states of another form of parallelism: {', '.join(begun)} go on as this process seeded them"
+            notes.append(LeftOutNote(text))
         if idle:
             notes.append(LeftOutNote(f"random states that this process does not have are not restored: {', '.join(idle)}"))
         return notes
@@ -228,7 +233,9 @@ def _equal(a: RandomStreams, b: RandomStreams) -> bool:
 def _heir(rank: int, known: SavedRankChoice | None, saved: Sequence[int]) -> SavedRankChoice:
     if known is not None and known.rank in saved:
         return known
-    return SavedRankChoice(rank, True) if rank in saved else SavedRankChoice(saved[rank % len(saved)], False)
+    if rank in saved:
+        return SavedRankChoice(rank, True)
+    return SavedRankChoice(saved[rank % len(saved)], False, Mixing(rank, rank))
 
 
 def _words(words: Sequence[int]) -> torch.Tensor:

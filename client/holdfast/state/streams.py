@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from holdfast.tensors.json_values import DEPTH_MAX
+from holdfast_formats.digest import digest
 from holdfast_formats.errors import StateMismatch
 
 TRACKER_METHODS = (("get_states", "set_states"), ("get_states_tracker", "set_states_tracker"))
@@ -54,8 +55,17 @@ class FurtherStreams(CheckedEntry):
         """Names of stored streams that this process does not have."""
 
     @abstractmethod
-    def mixed(self, stored: Any, seed: int) -> Any:
-        """These streams for a rank that has none of its own."""
+    def begun(self, stored: Any) -> list[str]:
+        """Names of streams that this process has and does not continue: they go on as it seeded them."""
+
+    @abstractmethod
+    def mixed(self, stored: Any, number: int) -> Any:
+        """These streams for a rank that has none of its own, each seeded from the stored one by `seed_of`."""
+
+
+def seed_of(stored: bytes, number: int) -> int:
+    """The seed of a new stream, from a stored one and a number."""
+    return int(digest(stored + number.to_bytes(8, "little")), 16)
 
 
 class HeldGenerator(CheckedEntry):

@@ -62,6 +62,8 @@ from holdfast.tensors.fragments import Storable, is_sharded
 from holdfast.tensors.leaves import Content, Key, KnownLeaf, Leaf, OfferedLeaves, PartPlan, Selection, check_groups
 from holdfast.tensors.matching import MatchedLeaves, match_leaves
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.layout import successors
+from holdfast_formats.layout.mesh import Mesh
 
 __all__ = ["Leaf", "MatchedLeaves", "OfferedLeaves", "Snapshot", "TrainState"]
 
@@ -140,7 +142,15 @@ class _Walk(NamedTuple):
 class TrainState:
     """The live training state of one rank. It refers to the caller's objects and holds no copy of them."""
 
-    def __init__(self, state: Mapping[str, Any], rank: int, world: int, declared: DeclaredLayout | None = None) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        rank: int,
+        world: int,
+        declared: DeclaredLayout | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """`mesh`: how the ranks are arranged, if that is known otherwise than from a declared layout."""
         if not isinstance(state, Mapping):
             raise InvalidRequest(
                 f"the state must be a mapping of names to objects, not a {type(state).__name__}",
@@ -154,6 +164,7 @@ class TrainState:
         self.rank = rank
         self.world = world
         self.declared = declared
+        self.mesh = mesh if mesh is not None or declared is None else declared.layout.mesh
         self.wholeness = OverwriteGuard()
         self.random = rng.Random([value for value in state.values() if isinstance(value, FurtherStreams)])
         self._known: dict[Key, KnownLeaf] = {}  # found by earlier snapshots, so that later ones need not look again
@@ -235,7 +246,7 @@ class TrainState:
         leaves = (*walk.content.leaves.values(), *content.leaves.values())
         aliases = {group: dict(names) for group, names in walk.content.aliases.items()}
         values = self._values(walk.parts.groups, {**walk.content.values, **content.values})
-        mesh = {**walk.content.mesh, **content.mesh} if self.declared is None else self.declared.mesh
+        mesh = self._stated({**walk.content.mesh, **content.mesh})
         given = any(isinstance(part, NamedSnapshot) for part in walk.parts.others)
         steady = len(leaves if given else walk.content.leaves)
         return SnapshotOf(walk.parts, Snapshot(walk.parts.groups, leaves, values, aliases, mesh, steady))
@@ -257,7 +268,7 @@ class TrainState:
             tuple(leaf for leaf in content.leaves.values() if leaf.group in wanted),
             self._values(kept, content.values),
             {group: aliases for group, aliases in content.aliases.items() if group in wanted},
-            content.mesh,
+            self._stated(content.mesh),
             0,
         )
         return SnapshotOf(parts, snapshot)
@@ -350,6 +361,10 @@ class TrainState:
             plan.wanted = [leaf for leaf in plan.wanted if leaf.key in shown.held or not live.is_empty(leaf)]
         found = settle(match_leaves(plans, shown.stored, selection, strict), beside, from_model)
         return parts.keeper.noting(land(found, shown.held, shown.notes, shown.moves_of))
+
+    def _stated(self, of_tensors: dict[str, int]) -> dict[str, int]:
+        """The mesh as a manifest has it, else that of the tensors."""
+        return of_tensors if self.mesh is None else successors.stated(self.mesh)
 
     def _values(self, groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
         by_group = _by_group(groups, values)

@@ -4,7 +4,10 @@ Ranks have two kinds of own values. A *position* (a data loader's, a sampler's) 
 is `sharding` and `dp` counted together as the ranks are. The rank that has that index now continues it, whatever its
 number and the other axes. A *stream* (random numbers, a module's own state) belongs to a place: the same tp, cp, pp and
 data-parallel index. If there was no such index or place, the coordinates are taken modulo the saved sizes, and the heir
-is not exact: a stream is then mixed with the rank's number, and a position starts where another one started.
+is not exact: a position starts where another one started, and random streams are mixed with a number (`Mixing`).
+
+Ranks of one data-parallel index train on the same rows, so they draw the same numbers for them. Ranks of one tensor-parallel
+group compute the same activations outside of the divided layers, so they draw the same numbers for dropout.
 """
 
 from __future__ import annotations
@@ -18,11 +21,21 @@ from holdfast_formats.layout.mesh import ORDER, Coordinate, Mesh, arrange
 _BEHIND = ("etp", "vpp")  # axes that number no ranks
 
 
+class Mixing(NamedTuple):
+    """The numbers with which random streams are mixed, None for those that go on as they are: `process` for the streams of
+    the process, which may choose rows, and `device` for those of devices, which dropout draws from.
+    """
+
+    process: int | None = None
+    device: int | None = None
+
+
 class SavedRankChoice(NamedTuple):
     """The saved rank that is continued. `exact`: it had the same index or place."""
 
     rank: int
     exact: bool
+    mixing: Mixing = Mixing()
 
 
 def stated(mesh: Mesh) -> dict[str, int]:
@@ -64,8 +77,11 @@ def stream(saved: Mesh, now: Mesh, rank: int) -> SavedRankChoice:
     at = now.coordinate(rank)
     wanted = index(now, at)
     place = {axis: getattr(at, axis) % getattr(saved, axis) for axis in ("tp", "cp", "pp")}
-    exact = wanted < indices(saved) and all(getattr(at, axis) == place[axis] for axis in place)
-    return SavedRankChoice(_rank(saved, wanted % indices(saved), place), exact)
+    same_rows = wanted < indices(saved)
+    same_group = same_rows and all(getattr(at, axis) == place[axis] for axis in ("cp", "pp"))
+    group = now.rank(cp=at.cp, sharding=at.sharding, dp=at.dp, pp=at.pp)  # its first rank's number
+    mixing = Mixing(None if same_rows else wanted, None if same_group else group)
+    return SavedRankChoice(_rank(saved, wanted % indices(saved), place), same_group and at.tp == place["tp"], mixing)
 
 
 def left(saved: Mesh, now: Mesh) -> range:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from holdfast.state import rng
 from holdfast.state.streams import FurtherStreams
 from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import CorruptManifest, StateMismatch
-from holdfast_formats.layout.successors import SavedRankChoice
+from holdfast_formats.layout.successors import Mixing, SavedRankChoice
 from tests.client.checkpoint_in_memory import Checkpoint, restore, save
 
 
@@ -135,8 +136,8 @@ class Dice(FurtherStreams):
 
     name = "dice"
 
-    def __init__(self, count: int = 0, size: int = 6) -> None:
-        self.count, self.size = count, size
+    def __init__(self, count: int = 0, size: int = 6, begun: Sequence[str] = ()) -> None:
+        self.count, self.size, self._begun = count, size, list(begun)
 
     def state_dict(self) -> dict[str, int]:
         return {"count": self.count, "size": self.size}
@@ -151,8 +152,11 @@ class Dice(FurtherStreams):
     def absent(self, stored: dict[str, int]) -> list[str]:
         return [name for name in stored if name not in self.state_dict()]
 
-    def mixed(self, stored: dict[str, int], seed: int) -> dict[str, int]:
-        return {**stored, "count": seed}
+    def begun(self, stored: dict[str, int]) -> list[str]:
+        return self._begun
+
+    def mixed(self, stored: dict[str, int], number: int) -> dict[str, int]:
+        return {**stored, "count": stored["count"] + 100 * number}
 
 
 def test_streams_of_a_framework_go_on():
@@ -214,11 +218,35 @@ def test_cuda_streams_go_on():
 def test_streams_follow_the_place():
     """Where layouts say whose streams they are, a rank goes on with them as they are, or mixed where nobody stood there."""
     checkpoint, expected = saved_streams(2)
-    for heir in (SavedRankChoice(1, True), SavedRankChoice(1, False)):
-        stored = checkpoint.stored(1)._replace(stream=heir)
-        restoration = TrainState({}, 2, 4).prepare(stored)
-        checkpoint.fill(restoration)
-        restoration.apply()
-        assert (draw() == expected[1]) == heir.exact
-        assert ("its counterpart in the saved layout" in restoration.notes[0]) == heir.exact
-        assert "rank 2" in restoration.notes[0] and "rank 1" in restoration.notes[0]
+    alike, apart = Mixing(), Mixing(3, 3)
+    drawn = []
+    for heir in (SavedRankChoice(1, True), SavedRankChoice(1, False, alike), SavedRankChoice(1, False, apart)):
+        for rank in (2, 3):
+            stored = checkpoint.stored(1)._replace(stream=heir)
+            restoration = TrainState({}, rank, 4).prepare(stored)
+            checkpoint.fill(restoration)
+            restoration.apply()
+            drawn.append(draw())
+            assert (drawn[-1] == expected[1]) == (heir.mixing == alike)
+            assert ("its counterpart in the saved layout" in restoration.notes[0]) == (heir.mixing == alike)
+            assert f"rank {rank}" in restoration.notes[0] and "rank 1" in restoration.notes[0]
+    assert drawn[-2] == drawn[-1]  # two ranks of one tensor-parallel group
+
+
+def test_a_new_stage_draws_the_same_rows():
+    """Only streams of devices, and of frameworks, are others there."""
+    checkpoint = Checkpoint(TrainState({"dice": Dice(5)}, 0, 1).snapshot())
+    expected = draw()
+    live = Dice()
+    stored = checkpoint.stored(0)._replace(stream=SavedRankChoice(0, False, Mixing(None, 1)))
+    restoration = TrainState({"dice": live}, 1, 2).prepare(stored)
+    checkpoint.fill(restoration)
+    restoration.apply()
+    assert draw() == expected and live.count == 105
+    assert any("mixes those of devices" in note for note in restoration.notes)
+
+
+def test_streams_that_begin_as_seeded_are_told():
+    """Those that a framework cannot continue in another form of parallelism."""
+    (note,) = restore(save({"dice": Dice(5)}), {"dice": Dice(begun=["dice count"])}).notes
+    assert "dice count go on as this process seeded them" in note and isinstance(note, LeftOutNote)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast_formats.layout import language, successors
 from holdfast_formats.layout.mesh import Mesh
-from holdfast_formats.layout.successors import SavedRankChoice
+from holdfast_formats.layout.successors import Mixing, SavedRankChoice
 
 ORDERS = ["tp-cp-ep-sharding-dp-pp", "tp-cp-ep-dp-sharding-pp", "dp-tp-cp-sharding-ep-pp", "cp-tp-sharding-dp-ep-pp"]
 
@@ -66,6 +66,30 @@ def test_no_two_ranks_continue_one_stream_exactly(saved: Mesh, now: Mesh) -> Non
         assert heir.exact == (same and successors.index(now, here) == successors.index(saved, there))
 
 
+def drawn(saved: Mesh, now: Mesh, rank: int, device: bool) -> tuple[int | None, ...]:
+    """What the streams of a rank follow from, if those of a saved tensor-parallel group were equal, and all of an index that
+    are not of a device.
+    """
+    rank_choice = successors.stream(saved, now, rank)
+    there = saved.coordinate(rank_choice.rank)
+    index = successors.index(saved, there)
+    return (index, there.cp, there.pp, rank_choice.mixing.device) if device else (index, rank_choice.mixing.process)
+
+
+@given(meshes(), meshes())
+def test_ranks_draw_the_same_numbers_if_they_must(saved: Mesh, now: Mesh) -> None:
+    """Those of a tensor-parallel group for dropout, those of a data-parallel index for its rows, and no others."""
+    groups: dict[tuple[int, ...], set[object]] = {}
+    rows: dict[int, set[object]] = {}
+    for rank in range(now.world):
+        at, index = now.coordinate(rank), successors.index(now, now.coordinate(rank))
+        groups.setdefault((index, at.cp, at.pp), set()).add(drawn(saved, now, rank, device=True))
+        rows.setdefault(index, set()).add(drawn(saved, now, rank, device=False))
+    for each in (groups, rows):
+        assert all(len(alike) == 1 for alike in each.values())
+        assert len({next(iter(alike)) for alike in each.values()}) == len(each)
+
+
 def test_an_example() -> None:
     """From tp=2,dp=2 to tp=1,dp=4: rank 2 was rank 1's place before in no axis but dp, and index 2 is new."""
     saved, now = language.parse("tp=2,dp=2").mesh, language.parse("dp=4").mesh
@@ -78,7 +102,7 @@ def test_an_example() -> None:
     assert [successors.stream(saved, now, rank) for rank in range(4)] == [
         SavedRankChoice(0, True),
         SavedRankChoice(2, True),
-        SavedRankChoice(0, False),
-        SavedRankChoice(2, False),
+        SavedRankChoice(0, False, Mixing(2, 2)),
+        SavedRankChoice(2, False, Mixing(3, 3)),
     ]
     assert list(successors.left(now, saved)) == [2, 3]

@@ -5,12 +5,14 @@ A kind is a form, plain or in half precision: `v2`, or `v2-half`, whose weights 
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 from paddle import nn
+from paddle.base import core
 from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import (
     ColumnParallelLinear,
@@ -98,6 +100,19 @@ class Training(NamedTuple):
     def accumulated(self) -> int:
         """The batches of a step. A pipeline divides its batch by itself."""
         return 1 if self.form in ("2", "3", "pp", "pipeline") else 2
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Among how many ranks a tensor is divided."""
+        return int(fleet.get_hybrid_communicate_group().get_model_parallel_world_size())
+
+    def seed(self, seed: int) -> None:
+        """Seed the streams that have no name: those of a device differ among replicas and stages."""
+        replica = self.replicas()[1]
+        random.seed(seed + replica)
+        np.random.seed(seed + replica)
+        stage = fleet.get_hybrid_communicate_group().get_stage_id()
+        core.default_cpu_generator().manual_seed(seed + 10 * replica + stage)
 
     def replicas(self) -> tuple[int, int]:
         """Among how many replicas the rows are divided, and the number of this one."""

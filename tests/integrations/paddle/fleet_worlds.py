@@ -1,20 +1,23 @@
 """Saves and restores one state in each form of fleet's parallelism: `fleet_worlds.py --work DIR ACTION…`.
 
 `make:KIND:RUN` trains, saves, and leaves the whole tensors behind, put together of what each rank has by Paddle's own order
-of the ranks; `read:KIND:RUN` restores into an untrained one of that kind, compares all whole tensors with those, and trains
-on; `differ:KIND:RUN` saves what has to be refused. KIND is one of `fleet_trainings`.
+of the ranks, and the next random numbers of each rank; `read:KIND:RUN` restores into an untrained one of that kind, compares
+all whole tensors with those, and what the ranks draw, and trains on; `differ:KIND:RUN` saves what has to be refused. KIND is
+one of `fleet_trainings`.
 """
 
 from __future__ import annotations
 
 import argparse
 import pickle
+import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 import pytest
+from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
 
 from holdfast.integrations import paddle as holdfast_paddle
 from holdfast_formats.errors import ReplicasDiffer
@@ -29,13 +32,59 @@ def attached(one: Training, run: str, work: Path) -> Any:
     return holdfast_paddle.attach(one.model, one.optimizer, run, at=work / "checkpoints", policy="wait")
 
 
-def whole(parts: dict[str, Held], work: Path, name: str) -> dict[str, np.ndarray]:
-    """The whole tensors of which this rank has these parts. Every rank calls it."""
+def of_all_ranks(own: Any, work: Path, name: str) -> list[Any]:
+    """What each rank has. Every rank calls it."""
     rank, world = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
-    (work / f"{name}.{rank}.pickle").write_bytes(pickle.dumps(parts))
+    (work / f"{name}.{rank}.pickle").write_bytes(pickle.dumps(own))
     if world > 1:
         paddle.distributed.barrier()
-    return fleet_trainings.whole([pickle.loads((work / f"{name}.{rank}.pickle").read_bytes()) for rank in range(world)])
+    return [pickle.loads((work / f"{name}.{rank}.pickle").read_bytes()) for rank in range(world)]
+
+
+def whole(parts: dict[str, Held], work: Path, name: str) -> dict[str, np.ndarray]:
+    """The whole tensors of which this rank has these parts. Every rank calls it."""
+    return fleet_trainings.whole(of_all_ranks(parts, work, name))
+
+
+class Drawn(NamedTuple):
+    """Where a rank stands, and its next random numbers."""
+
+    replica: int  # of the rows
+    tensor_ranks: int
+    process: list[float]
+    device: list[float]
+    named: list[float]  # of the stream that differs among the ranks of a tensor
+
+    @property
+    def of_rows(self) -> tuple[int, list[float]]:
+        return self.replica, self.process
+
+
+def drawn(one: Training) -> Drawn:
+    with get_rng_state_tracker().rng_state("local_seed"):
+        named = paddle.rand([4]).tolist()
+    process = [random.random(), float(np.random.random())]
+    return Drawn(one.replicas()[1], one.tensor_ranks, process, paddle.rand([4]).tolist(), named)
+
+
+def check_drawn(saved: list[Drawn], now: list[Drawn]) -> None:
+    """Ranks that train on the same rows draw the same for them, and those of one tensor for dropout; other ranks do not.
+
+    What was saved goes on.
+    """
+    assert (
+        len({str(one.of_rows) for one in now}) == len({one.replica for one in now}) == len({str(one.process) for one in now})
+    )
+    before = {one.replica: one for one in saved}
+    assert all(one.process == before[one.replica].process for one in now if one.replica in before)
+    assert now[0].device == saved[0].device
+    tensor_ranks = {one.tensor_ranks for one in (*saved, *now)}
+    if now[0].tensor_ranks > 1:
+        assert len({str(one.device) for one in now}) == 1 < len({str(one.named) for one in now})
+    else:
+        assert len({str(one.device) for one in now}) == len(now)
+    if len(tensor_ranks) == 1:
+        assert now[0].named == saved[0].named
 
 
 def make(kind: str, run: str, work: Path) -> None:
@@ -44,7 +93,9 @@ def make(kind: str, run: str, work: Path) -> None:
         assert saved.restore() == 0
         for step in range(STEPS):
             one.step(fleet_trainings.rows(step, kind))
+        one.seed(40)
         saved.save(STEPS)
+    (work / f"{run}-drawn.pickle").write_bytes(pickle.dumps(of_all_ranks(drawn(one), work, f"{run}-drawn")))
     found = whole(fleet_trainings.held(one), work, f"{run}-made")
     np.savez(work / f"{run}.npz", **found)
 
@@ -59,6 +110,8 @@ def read(kind: str, run: str, work: Path) -> None:
         wrong = [name for name in made if not np.array_equal(found[name], made[name])]
         assert not wrong, wrong
         assert one.scheduler.last_epoch == STEPS
+        numbers = of_all_ranks(drawn(one), work, f"{run}-drawn-as-{kind}")
+        check_drawn(pickle.loads((work / f"{run}-drawn.pickle").read_bytes()), numbers)
         one.step(fleet_trainings.rows(STEPS, kind))  # with all of the optimizer
     if paddle.distributed.get_rank() == 0:
         with (work / "done.txt").open("a") as file:

@@ -1,4 +1,5 @@
-"""What one form of fleet's parallelism saves, others restore with equal whole tensors: weights, moments, powers of beta."""
+"""What one form of fleet's parallelism saves, others restore with equal whole tensors: weights, moments, powers of beta.
+Random streams go on where they may: ranks of a tensor draw the same."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ START_S = 900.0  # of an action, on a machine that is busy
 WORLDS = {
     ("plain", 1): [("tp", 2), ("v2", 2)],
     ("plain-half", 1): [("v2-half", 2), ("tp-half", 2)],
-    ("dp", 2): [("plain", 1)],
-    ("tp", 2): [("tp", 2), ("plain", 1)],
+    ("dp", 2): [("plain", 1), ("tp", 2)],
+    ("tp", 2): [("tp", 2), ("plain", 1), ("dp", 2)],
     ("tp-half", 2): [("plain-half", 1)],
     ("v1", 2): [("v1", 2), ("v2", 2)],
     ("v1-half", 2): [("v2-half", 2), ("plain-half", 1)],

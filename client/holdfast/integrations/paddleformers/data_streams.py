@@ -55,11 +55,6 @@ class ParallelForm(NamedTuple):
     stages: int = 1
     order: str = ""
 
-    @property
-    def shares_data(self) -> bool:
-        """Whether several ranks train on the same rows, and draw the same numbers."""
-        return self.tensor * self.stages > 1
-
 
 class TrainerStreams(PaddleStreams):
     """Paddle's streams in a Trainer, which seeds its tracker by itself: of other named streams, this rank keeps its own."""
@@ -85,7 +80,6 @@ class LoaderStreams:
 
     def __init__(self, form: ParallelForm, samplers: Any) -> None:
         self._form = form
-        self._restored: ParallelForm | None = None
         kinds = ("DistributedBatchSampler", "MappingBatchSampler", "MappingDistributedBatchSampler")
         self._skipping = tuple(getattr(samplers, name) for name in kinds if hasattr(samplers, name))
         self._epoch: StreamMoment | None = None
@@ -106,23 +100,12 @@ class LoaderStreams:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the saved position. In another form of parallelism the batches differ, and their streams are useless."""
-        self._restored = ParallelForm(*state["form"])
-        if self._restored == self._form:
+        """Take the saved position. In another form of parallelism the batches differ, and the streams of the save alone go
+        on (`successors`).
+        """
+        if ParallelForm(*state["form"]) == self._form:
             epoch, saved = _of_values(state["epoch"]), _of_values(state["saved"])
             self._awaited = SavedEpoch(epoch, saved, state["trained"], _streams(state["fetch"]))
-
-    @contextmanager
-    def of_form(self) -> Iterator[None]:
-        """After a restore within this block, the streams are those before it, if ranks share data in another way than those
-        that saved: their streams are not this rank's, and ranks that train on the same rows draw the same numbers.
-        """
-        before = _now()
-        yield
-        restored = self._restored
-        if restored is not None and restored != self._form and (restored.shares_data or self._form.shares_data):
-            log.info("the ranks that saved shared data in another way: the random streams begin as the Trainer seeded them")
-            _install(before)
 
     def watch(self, loader: Any) -> None:
         """Note what each fetch of the loader draws from, unless worker processes fetch."""

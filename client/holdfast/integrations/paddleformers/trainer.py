@@ -76,19 +76,15 @@ class HoldfastPaddleTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._run().is_source(checkpoint):
-            self._restore()
+            self._run().restore()
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_flex_checkpoint(self, resume_from_checkpoint: str) -> None:
         if self._run().is_source(resume_from_checkpoint):
-            self._restore()
+            self._run().restore()
         else:
             super()._load_flex_checkpoint(resume_from_checkpoint)
-
-    def _restore(self) -> None:
-        with self.holdfast_side.streams.of_form():
-            self._run().restore()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._run().is_source(checkpoint):

@@ -52,11 +52,23 @@ class TestParallel(AdapterSuite):
         assert set(same) == {form in SAME_ROWS}
 
 
+def drawn(rank: Outcome) -> list[str]:
+    """The next numbers of its last start: of Paddle's generator, which dropout draws from, of Python and of numpy."""
+    numbers: list[str] = rank.ends[-1]["values"][2:5]
+    return numbers
+
+
 @pytest.mark.parametrize(("form", "world", "precision"), WORLDS)
 def test_other_forms_restore_equal_tensors(form: str, world: int, precision: str, tmp_path: Path) -> None:
+    """Random streams go on: ranks of a tensor draw the same, stages the same rows, and other ranks other numbers."""
     words = ["--steps", "4", *precision.split()]  # the last step is saved: a start that resumes there trains no more
     saved = completed(SCRIPT, ["--form", form, *words], tmp_path, world, fork_trainer)
     for other, ranks in WORLDS[form, world, precision]:
         restored = completed(SCRIPT, ["--form", other, *words], tmp_path, ranks, fork_trainer)
         assert restored.began[-1] == 4
         assert restored.ends[-1]["end"] == saved.ends[0]["end"], other
+        assert drawn(restored) == drawn(saved), other
+        if ranks > 1:
+            second = drawn(outcome(tmp_path / "record-1.jsonl"))
+            alike = {"tp": drawn(restored), "pp": [*second[:1], *drawn(restored)[1:]]}
+            assert (second == alike.get(other, second)) and (second != drawn(restored)) == (other != "tp"), other

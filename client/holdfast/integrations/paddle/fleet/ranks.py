@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from holdfast import launch
+from holdfast.integrations.paddle.fleet.topology import mesh_of_ranks
 from holdfast.launch import StartedRanks
 from holdfast_formats.errors import DeadlineExceeded, InvalidRequest
 from holdfast_formats.region import Shape
@@ -51,7 +52,8 @@ def announce() -> StartedRanks | None:
             time.sleep(_POLL_S)
         return bytes(store.get(key)).decode()
 
-    ranks = StartedRanks(paddle.distributed.get_rank(), paddle.distributed.get_world_size(), put, take)
+    world = paddle.distributed.get_world_size()
+    ranks = StartedRanks(paddle.distributed.get_rank(), world, put, take, mesh_of_ranks(world))
     launch.announce(ranks)
     return ranks
 
