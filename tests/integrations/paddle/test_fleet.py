@@ -32,8 +32,8 @@ WORLDS = {
 }
 
 
-def act(action: str, work: Path, world: int) -> None:
-    ranks = fork(SCRIPT, [action], work, world)
+def act(action: str, work: Path, world: int, script: str = SCRIPT) -> None:
+    ranks = fork(script, [action], work, world)
     try:
         for rank in ranks:
             rank.wait(timeout=START_S)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.integrations.paddle.adapters import adapter_of, base_of
-from holdfast.integrations.paddle.fleet.names import stored_names
+from holdfast.integrations.paddle.fleet.names import local_experts, stored_names
 from holdfast.integrations.paddle.fleet.places import Declared, ElementRange, ParameterPlace
 from holdfast.integrations.paddle.fleet.sharding import weight
 from holdfast.integrations.paddle.fleet.tensor_parallel import TensorParallel
@@ -32,6 +32,7 @@ class LayerPlaces:
         self.adapter = adapter_of(self.layer)
         self._turned = frozenset(one.name for one in self.adapter.tensors.values() if one.turned) if self.adapter else ()
         self._cuts = TensorParallel(self.layer)
+        self._experts = local_experts(self.layer)
         self._placed: dict[str, tuple[Any, ParameterPlace]] = {}
         self._said: dict[str, _Said] = {}
 
@@ -41,7 +42,7 @@ class LayerPlaces:
             of_base = base_of(self.layer).state_dict(use_hook=False)
             return {one.name: of_base[name] for name, one in self.adapter.tensors.items()}
         own = self.layer.state_dict(use_hook=False)
-        stored = stored_names(self.layer, own)
+        stored = stored_names(self.layer, own, self._experts)
         return {stored[name]: tensor for name, tensor in own.items()}
 
     def held(self, name: str, parameter: Any) -> Any:

@@ -1,14 +1,48 @@
-"""The names of a pipeline stage's tensors in the whole model, which are the same however many stages there are."""
+"""The names of a rank's tensors in the whole model, which are the same however many stages and expert-parallel ranks there
+are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from typing import Any
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 SHARED = "shared_layers"
 
 
-def stored_names(layer: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
+class LocalExperts(NamedTuple):
+    """A list of experts that begins with number `first` of the whole model, and the path of its tensors, with the dot."""
+
+    path: str
+    first: int
+
+
+def local_experts(layer: Any) -> tuple[LocalExperts, ...]:
+    """The lists that number their experts on each rank from 0: those of Paddle's own MoELayer. PaddleFormers' lists have all
+    numbers, with None for experts of other ranks.
+    """
+    found = []
+    for path, one in layer.named_sublayers(include_self=True):
+        group = getattr(one, "group", None)
+        if group is not None and group.nranks > 1 and any(_is_moe(each) for each in type(one).__mro__):
+            found.append(LocalExperts(f"{path}.experts." if path else "experts.", int(group.rank) * int(one.num_expert)))
+    return tuple(found)
+
+
+def with_expert(name: str, lists: Iterable[LocalExperts]) -> str:
+    """A name with its expert's number in the whole model, if it is one of an expert."""
+    for path, first in lists:
+        if name.startswith(path):
+            number, _, rest = name.removeprefix(path).partition(".")
+            return f"{path}{int(number) + first}.{rest}"
+    return name
+
+
+def _is_moe(kind: type) -> bool:
+    return kind.__name__ == "MoELayer" and kind.__module__.startswith("paddle.incubate.")
+
+
+def stored_names(layer: Any, tensors: Mapping[str, Any], experts: Sequence[LocalExperts] = ()) -> dict[str, str]:
     """The stored name of each of these tensors, by its name in `state_dict()`.
 
     A weight that stages share is stored under the name that it has in the first of them. PaddleFormers' pipelines name all
@@ -16,14 +50,15 @@ def stored_names(layer: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
     """
     from paddle.distributed.fleet.meta_parallel import PipelineLayer
 
+    own = {name: with_expert(name, experts) for name in tensors} if experts else {name: name for name in tensors}
     if not isinstance(layer, PipelineLayer):
-        return {name: name for name in tensors}
+        return own
     if not callable(getattr(layer, "get_sequential_name_prefixes", None)):
         if layer.get_num_virtual_stages() == 1 and not layer._use_dualpipev:
-            return {name: name for name in tensors}
-        return {name: numbered(name, layer.shared_layers) for name in tensors}
+            return own
+        return {name: numbered(full, layer.shared_layers) for name, full in own.items()}
     first = {id(tensor): name for name, tensor in _shared(layer)}
-    return {name: first.get(id(tensor), name) for name, tensor in tensors.items()}
+    return {name: first.get(id(tensors[name]), full) for name, full in own.items()}
 
 
 def numbered(name: str, shared: Container[str]) -> str:
