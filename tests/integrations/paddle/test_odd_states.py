@@ -204,6 +204,17 @@ def test_a_change_between_save_and_copy_fails_the_save(tmp_path: Path, monkeypat
         attached.close()
 
 
+def test_moments_of_a_replaced_layer_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters())
+    take_steps(model, optimizer)
+    model.add_sublayer("0", nn.Linear(4, 4))
+    optimizer._parameter_list = optimizer._param_groups = model.parameters()
+    with pytest.raises(InvalidRequest, match="which is none of its parameters") as refused:
+        holdfast_paddle.state(model, optimizer)["optimizer"].state()
+    assert "construct the optimizer again, and attach it" in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "make",
     [

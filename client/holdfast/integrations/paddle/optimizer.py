@@ -346,7 +346,8 @@ class PaddleOptimizer:
         raise InvalidRequest(
             f"the {type(self.optimizer).__name__} keeps {key!r} of {owner!r}, which is none of its parameters, so it would "
             "not be saved",
-            hint="do not rename parameters once the optimizer has stepped",
+            hint="do not rename parameters once the optimizer has stepped; after a layer was replaced, construct the "
+            "optimizer again, and attach it",
         )
 
     def _before_step(self, *_: object) -> None:
