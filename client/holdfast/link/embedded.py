@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ TURN_TIMEOUT_S = 2 * START_TIMEOUT_S  # a process that takes longer to start a d
 POLL_S = 0.05
 LOG = "holdfast-daemon.log"
 RETRY_S = 1.0
+OWN_FILES_BYTES = 2**20  # of the disk, with which a daemon's own files and catalog get along
 # Popen returns when its pipe is closed. A process forked meanwhile by another thread, such as a data loader's worker,
 # would inherit the pipe and keep it open: so forks wait.
 _spawning = threading.RLock()
@@ -155,7 +157,9 @@ def _launch(root: Path, socket: Path, limit: float, bucket: BucketAddress | None
         if status is not None or time.monotonic() > limit:
             tail = (root / LOG).read_text(errors="replace")[-1000:]
             what = f"exited with status {status}" if status is not None else f"did not answer within {START_TIMEOUT_S:.0f} s"
-            raise DaemonGone(f"the embedded daemon on {root} {what}: {tail}", hint=f"its log is {root / LOG}")
+            full = shutil.disk_usage(root).free < OWN_FILES_BYTES  # then the log may lack its end, with the reason
+            hint = f"free space on the full disk of {root}; " if full else ""
+            raise DaemonGone(f"the embedded daemon on {root} {what}: {tail}", hint=f"{hint}its log is {root / LOG}")
         time.sleep(POLL_S)
     process.returncode = 0  # it outlives us by design: keep Popen from warning that we did not wait for it
     return None

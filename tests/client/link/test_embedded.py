@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,3 +105,16 @@ def _refusal(lock: Path) -> str:
     with pytest.raises(DaemonGone) as refused, embedded._turn(lock):
         pass
     return str(refused.value)
+
+
+@pytest.mark.parametrize("free", [0, 2**30])
+def test_a_daemon_that_does_not_start_on_a_full_disk_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    """Its log, on the same disk, may lack the reason."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(DaemonGone, match="exited with status 1") as refused:
+        embedded.start(tmp_path / "root")
+    assert ("free space on the full disk of" in str(refused.value)) == (free == 0)
