@@ -72,10 +72,10 @@ def main() -> None:
         if step % chosen.every == 0:
             attached.save(step)
     attached.close()
-    parts, rank = fleet_trainings.held(one), paddle.distributed.get_rank()
+    parts, rank = fleet_trainings.parts_of(one), paddle.distributed.get_rank()
     with get_rng_state_tracker().rng_state("local_seed"):
-        parts[f"tracked/{rank}"] = Held(paddle.rand([4]).numpy(), (4,), None, flat=False)
-    parts[f"random/{rank}"] = Held(paddle.rand([4]).numpy(), (4,), None, flat=False)
+        parts.held[f"tracked/{rank}"] = Held(paddle.rand([4]).numpy(), (4,), None, flat=False)
+    parts.held[f"random/{rank}"] = Held(paddle.rand([4]).numpy(), (4,), None, flat=False)
     whole = fleet_worlds.whole(parts, chosen.work, "end")
     values = [one.scheduler.state_dict(), progress, random.random(), np.random.random()]
     record.ended({name: torch.from_numpy(array) for name, array in whole.items()}, [str(value) for value in values])

@@ -33,9 +33,10 @@ from tests.integrations.paddle.half import MasterAdamW, compute_in_float32
 
 VOCABULARY, WIDTH, INNER, ROWS = 30, 6, 10, 8
 SEGMENT = 20  # elements up to which stage 3 leaves a parameter whole
-DEGREES = {"plain": {}, "dp": {"dp_degree": 2}, "tp": {"mp_degree": 2}, "pp": {"pp_degree": 2}}
+DEGREES = {"plain": {}, "dp": {"dp_degree": 2}, "tp": {"mp_degree": 2}, "pp": {"pp_degree": 2}, "pipeline": {}}
+DEGREES |= {"tp.v1": {"mp_degree": 2, "sharding_degree": 2}, "tp.pp": {"mp_degree": 2, "pp_degree": 2}}
 SHARDED = {"sharding_degree": 2}  # v1, v2, 2 and 3
-SHARED_ROWS = ("tp", "pp", "pipeline", "plain")  # forms in which all ranks train on the same rows
+PIPELINES = ("pp", "pipeline", "tp.pp")
 
 
 class Net(nn.Layer):
@@ -72,10 +73,14 @@ def tied_head(embedding: Any, held: Any) -> Any:
 
 
 class Block(nn.Layer):
-    def __init__(self) -> None:
+    def __init__(self, tensor_parallel: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, INNER)
-        self.down = nn.Linear(INNER, WIDTH)
+        if tensor_parallel:
+            self.up = ColumnParallelLinear(WIDTH, INNER, has_bias=True, gather_output=False)
+            self.down = RowParallelLinear(INNER, WIDTH, has_bias=True, input_is_parallel=True)
+        else:
+            self.up = nn.Linear(WIDTH, INNER)
+            self.down = nn.Linear(INNER, WIDTH)
         self.drop = nn.Dropout(0.1)
 
     def forward(self, held: Any) -> Any:
@@ -99,7 +104,7 @@ class Training(NamedTuple):
     @property
     def accumulated(self) -> int:
         """The batches of a step. A pipeline divides its batch by itself."""
-        return 1 if self.form in ("2", "3", "pp", "pipeline") else 2
+        return 1 if self.form in ("2", "3", *PIPELINES) else 2
 
     @property
     def tensor_ranks(self) -> int:
@@ -116,15 +121,17 @@ class Training(NamedTuple):
 
     def replicas(self) -> tuple[int, int]:
         """Among how many replicas the rows are divided, and the number of this one."""
-        shared = self.form in SHARED_ROWS
-        return (1, 0) if shared else (paddle.distributed.get_world_size(), paddle.distributed.get_rank())
+        group = fleet.get_hybrid_communicate_group()
+        sharded = group.get_sharding_parallel_world_size()
+        number = group.get_data_parallel_rank() * sharded + group.get_sharding_parallel_rank()
+        return group.get_data_parallel_world_size() * sharded, number
 
     def step(self, *batches: Any) -> float:
         """One step on these rows, whose gradients are accumulated; returns the sum of the losses."""
-        if self.form in ("pp", "pipeline"):
+        if self.form in PIPELINES:
             loss = float(self.model.train_batch([batches[0], batches[0]], self.optimizer))
         else:
-            model = self.net if self.form == "tp" else self.model  # Paddle's wrapper refuses a CPU
+            model = self.net if self.form.startswith("tp") else self.model  # Paddle's wrapper refuses a CPU
             loss = 0.0
             for number, rows in enumerate(batches, 1):
                 with self._last(number == len(batches)):
@@ -146,10 +153,12 @@ def training(kind: str, seed: int) -> Training:
     one stage.
     """
     form, _, half = kind.partition("-")
-    strategy = gloo.begin(**DEGREES.get(form, {} if form == "pipeline" else SHARDED))
+    strategy = gloo.begin(**DEGREES.get(form, SHARDED))
     if form == "v2":
         strategy.hybrid_configs["sharding_configs"].split_param = True
-    strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": ROWS // 2}
+    # gloo sends no part of a tensor
+    batches = {"accumulate_steps": 2, "micro_batch_size": ROWS // 2}
+    strategy.pipeline_configs = {**batches, "enable_partial_send_recv": False}
     fleet.init(is_collective=True, strategy=strategy)
     rank = paddle.distributed.get_rank()
     tracker = get_rng_state_tracker()
@@ -157,7 +166,7 @@ def training(kind: str, seed: int) -> Training:
     paddle.seed(seed)
     for number, name in enumerate(("model_parallel_rng", "local_seed")):
         tracker.add(name, 1000 + 100 * seed + 10 * number + rank)
-    net = _pipeline() if form in ("pp", "pipeline") else Net(form == "tp")
+    net = _pipeline() if form in PIPELINES else Net(form.startswith("tp"))
     if half:
         net.to(dtype="bfloat16")
     scheduler = paddle.optimizer.lr.ExponentialDecay(0.02, 0.9)
@@ -186,20 +195,19 @@ def _wrapped(form: str, net: Any, optimizer: Any) -> tuple[Any, Any]:
 
 
 def _pipeline() -> Any:
+    group = fleet.get_hybrid_communicate_group()
     embedding = ("embedding", nn.Embedding)
     layers = [
         SharedLayerDesc(*embedding, None, "weight", VOCABULARY, WIDTH),
-        *(LayerDesc(Block) for _ in range(3)),
+        *(LayerDesc(Block, group.get_model_parallel_world_size() > 1) for _ in range(3)),
         SharedLayerDesc(*embedding, tied_head, "weight", VOCABULARY, WIDTH),
     ]
-    group = fleet.get_hybrid_communicate_group()
     return PipelineLayer(layers, num_stages=group.get_pipe_parallel_world_size(), topology=group._topo, loss_fn=Loss())
 
 
-def rows(step: int, kind: str) -> Any:
-    """The rows of a step: those of all ranks differ where ranks share the data."""
-    rank = 0 if kind.partition("-")[0] in SHARED_ROWS else paddle.distributed.get_rank()
-    made = np.random.RandomState(1000 * step + rank).randint(0, VOCABULARY, (ROWS, 5))
+def rows(step: int, replica: int) -> Any:
+    """The rows of a replica in a step."""
+    made = np.random.RandomState(1000 * step + replica).randint(0, VOCABULARY, (ROWS, 5))
     return paddle.to_tensor(made)
 
 
@@ -247,17 +255,39 @@ def _held(parameter: Any, kept: Any, axis: int | None) -> Held:
     return Held(array, tuple(parameter.shape), axis, flat=True)
 
 
-def whole(parts: list[dict[str, Held]]) -> dict[str, np.ndarray]:
+class RankParts(NamedTuple):
+    """What a rank has. It is number `tensor_rank` of those that share a tensor."""
+
+    tensor_rank: int
+    held: dict[str, Held]
+
+
+def parts_of(one: Training) -> RankParts:
+    return RankParts(fleet.get_hybrid_communicate_group().get_model_parallel_rank(), held(one))
+
+
+def whole(parts: list[RankParts]) -> dict[str, np.ndarray]:
     """The whole tensors of which these are the ranks' parts; copies that differ are an error."""
     found = {}
-    for name in {name: None for part in parts for name in part}:
-        of = [part[name] for part in parts if name in part]
-        if of[0].flat:
-            size = int(np.prod(of[0].shape))
-            found[name] = np.concatenate([one.array for one in of])[:size].reshape(of[0].shape)
-        elif of[0].axis is not None and len(of) > 1:
-            found[name] = np.concatenate([one.array for one in of], of[0].axis)
-        else:
-            assert all(np.array_equal(one.array, of[0].array) for one in of), f"{name} differs between ranks"
-            found[name] = of[0].array
+    for name in {name: None for part in parts for name in part.held}:
+        by_rank: dict[int, list[Held]] = {}
+        for part in parts:
+            if name in part.held:
+                by_rank.setdefault(part.tensor_rank, []).append(part.held[name])
+        joined = [_joined(name, by_rank[rank]) for rank in sorted(by_rank)]
+        axis = by_rank[min(by_rank)][0].axis
+        cut = axis is not None and len(joined) > 1
+        found[name] = np.concatenate(joined, axis) if cut else _equal(name, joined)
     return found
+
+
+def _joined(name: str, of: list[Held]) -> np.ndarray:
+    """What ranks have that share no tensor otherwise than by its elements."""
+    if not of[0].flat:
+        return _equal(name, [one.array for one in of])
+    return np.concatenate([one.array for one in of])[: int(np.prod(of[0].shape))].reshape(of[0].shape)
+
+
+def _equal(name: str, arrays: list[np.ndarray]) -> np.ndarray:
+    assert all(np.array_equal(array, arrays[0]) for array in arrays), f"{name} differs between ranks"
+    return arrays[0]

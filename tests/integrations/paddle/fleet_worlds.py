@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import paddle
 import pytest
+from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
 
 from holdfast.integrations import paddle as holdfast_paddle
 from holdfast_formats.errors import ReplicasDiffer
 from tests.integrations.paddle import fleet_trainings, gloo
-from tests.integrations.paddle.fleet_trainings import Held, Training
+from tests.integrations.paddle.fleet_trainings import RankParts, Training
 
 STEPS = 3
 WAIT_S = 120.0
@@ -41,7 +42,7 @@ def of_all_ranks(own: Any, work: Path, name: str) -> list[Any]:
     return [pickle.loads((work / f"{name}.{rank}.pickle").read_bytes()) for rank in range(world)]
 
 
-def whole(parts: dict[str, Held], work: Path, name: str) -> dict[str, np.ndarray]:
+def whole(parts: RankParts, work: Path, name: str) -> dict[str, np.ndarray]:
     """The whole tensors of which this rank has these parts. Every rank calls it."""
     return fleet_trainings.whole(of_all_ranks(parts, work, name))
 
@@ -50,6 +51,7 @@ class Drawn(NamedTuple):
     """Where a rank stands, and its next random numbers."""
 
     replica: int  # of the rows
+    stage: int
     tensor_ranks: int
     process: list[float]
     device: list[float]
@@ -64,7 +66,8 @@ def drawn(one: Training) -> Drawn:
     with get_rng_state_tracker().rng_state("local_seed"):
         named = paddle.rand([4]).tolist()
     process = [random.random(), float(np.random.random())]
-    return Drawn(one.replicas()[1], one.tensor_ranks, process, paddle.rand([4]).tolist(), named)
+    stage = fleet.get_hybrid_communicate_group().get_stage_id()
+    return Drawn(one.replicas()[1], stage, one.tensor_ranks, process, paddle.rand([4]).tolist(), named)
 
 
 def check_drawn(saved: list[Drawn], now: list[Drawn]) -> None:
@@ -79,10 +82,13 @@ def check_drawn(saved: list[Drawn], now: list[Drawn]) -> None:
     assert all(one.process == before[one.replica].process for one in now if one.replica in before)
     assert now[0].device == saved[0].device
     tensor_ranks = {one.tensor_ranks for one in (*saved, *now)}
-    if now[0].tensor_ranks > 1:
-        assert len({str(one.device) for one in now}) == 1 < len({str(one.named) for one in now})
-    else:
-        assert len({str(one.device) for one in now}) == len(now)
+    groups = {(one.replica, one.stage) for one in now}
+    assert (
+        len({str((one.replica, one.stage, one.device)) for one in now})
+        == len(groups)
+        == len({str(one.device) for one in now})
+    )
+    assert len({str(one.named) for one in now}) == len(now)
     if len(tensor_ranks) == 1:
         assert now[0].named == saved[0].named
 
@@ -92,11 +98,11 @@ def make(kind: str, run: str, work: Path) -> None:
     with attached(one, run, work) as saved:
         assert saved.restore() == 0
         for step in range(STEPS):
-            one.step(fleet_trainings.rows(step, kind))
+            one.step(fleet_trainings.rows(step, one.replicas()[1]))
         one.seed(40)
         saved.save(STEPS)
     (work / f"{run}-drawn.pickle").write_bytes(pickle.dumps(of_all_ranks(drawn(one), work, f"{run}-drawn")))
-    found = whole(fleet_trainings.held(one), work, f"{run}-made")
+    found = whole(fleet_trainings.parts_of(one), work, f"{run}-made")
     np.savez(work / f"{run}.npz", **found)
 
 
@@ -104,7 +110,7 @@ def read(kind: str, run: str, work: Path) -> None:
     one = fleet_trainings.training(kind, seed=7)
     with attached(one, run, work) as saved:
         assert saved.restore(STEPS) == STEPS
-        found = whole(fleet_trainings.held(one), work, f"{run}-as-{kind}")
+        found = whole(fleet_trainings.parts_of(one), work, f"{run}-as-{kind}")
         made = dict(np.load(work / f"{run}.npz"))
         assert found.keys() == made.keys(), sorted(found.keys() ^ made.keys())
         wrong = [name for name in made if not np.array_equal(found[name], made[name])]
@@ -112,7 +118,7 @@ def read(kind: str, run: str, work: Path) -> None:
         assert one.scheduler.last_epoch == STEPS
         numbers = of_all_ranks(drawn(one), work, f"{run}-drawn-as-{kind}")
         check_drawn(pickle.loads((work / f"{run}-drawn.pickle").read_bytes()), numbers)
-        one.step(fleet_trainings.rows(STEPS, kind))  # with all of the optimizer
+        one.step(fleet_trainings.rows(STEPS, one.replicas()[1]))  # with all of the optimizer
     if paddle.distributed.get_rank() == 0:
         with (work / "done.txt").open("a") as file:
             file.write(f"{run} {kind}\n")
@@ -121,7 +127,7 @@ def read(kind: str, run: str, work: Path) -> None:
 def differ(kind: str, run: str, work: Path) -> None:
     """The stages' copies of the weight that they share are not equal: no save may choose one."""
     one = fleet_trainings.training(kind, seed=3)
-    one.step(fleet_trainings.rows(0, kind))
+    one.step(fleet_trainings.rows(0, 0))
     if paddle.distributed.get_rank() == 1:
         copy = one.net.shared_layers["embedding"].weight
         copy.set_value(copy + 1.0)

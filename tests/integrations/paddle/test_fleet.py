@@ -29,6 +29,8 @@ WORLDS = {
     ("3-half", 2): [("3-half", 2), ("plain-half", 1)],
     ("pp", 2): [("pp", 2), ("pipeline", 1)],
     ("pipeline", 1): [("pp", 2)],
+    ("tp.v1", 4): [("tp.v1", 4), ("plain", 1)],
+    ("tp.pp", 4): [("tp.pp", 4), ("pp", 2)],
 }
 
 
@@ -67,6 +69,8 @@ class TestFleet(PairSuite):
         Case("stage 3, masters", "--kind 3-half", 2, kills=2),
         Case("tensor parallelism, masters", "--kind tp-half", 2, kills=2),
         Case("pipeline, masters", "--kind pp-half", 2, kills=2),
+        Case("tensor parallelism and stage 1", "--kind tp.v1", 4, kills=1),
+        Case("tensor parallelism and pipeline", "--kind tp.pp", 4, kills=1),
     )
 
 

@@ -11,7 +11,6 @@ gloo.place()
 gloo.complete()
 
 import argparse  # noqa: E402
-import pickle  # noqa: E402
 import random  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -25,7 +24,7 @@ from paddleformers.transformers import LlamaConfig, LlamaForCausalLM  # noqa: E4
 from paddleformers.transformers.llama.modeling import LlamaForCausalLMPipe  # noqa: E402
 
 from holdfast.integrations.paddleformers import attach  # noqa: E402
-from tests.integrations.paddle import fleet_trainings  # noqa: E402
+from tests.integrations.paddle import fleet_trainings, fleet_worlds  # noqa: E402
 from tests.integrations.paddle.fleet_trainings import Training  # noqa: E402
 from tests.integrations.paddle.half import compute_in_float32  # noqa: E402
 from tests.integrations.paddle.trainer.models import ROWS, WORDS, Sentences  # noqa: E402
@@ -119,23 +118,10 @@ def model_of(args: TrainingArguments, options: argparse.Namespace) -> Any:
 def whole_tensors(trainer: Any, work: Path) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's state, put together of what all ranks have. Every rank calls it."""
     one = Training("trainer", trainer.model, trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler)
-    args, rank = trainer.args, paddle.distributed.get_rank()
+    args = trainer.args
     part = args.tensor_parallel_rank if args.tensor_model_parallel_size > 1 else 0
-    (work / f"end.{rank}.pickle").write_bytes(pickle.dumps((part, fleet_trainings.held(one))))
-    if args.world_size > 1:
-        paddle.distributed.barrier()
-    saved = [pickle.loads((work / f"end.{rank}.pickle").read_bytes()) for rank in range(args.world_size)]
-    by_part: dict[int, list[dict[str, fleet_trainings.Held]]] = {}
-    for part, held in saved:
-        by_part.setdefault(part, []).append({name: each._replace(axis=None) for name, each in held.items()})
-    axes = {name: each.axis for _, held in saved for name, each in held.items()}
-    found = {}
-    parts = [fleet_trainings.whole(ranks) for _, ranks in sorted(by_part.items())]
-    for name, array in parts[0].items():
-        cut = axes[name] is not None and len(parts) > 1
-        assert cut or all(np.array_equal(array, other[name]) for other in parts), f"{name} differs between ranks"
-        found[name] = np.concatenate([other[name] for other in parts], axes[name]) if cut else array
-    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in found.items()}
+    arrays = fleet_worlds.whole(fleet_trainings.RankParts(part, fleet_trainings.held(one)), work, "end")
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
 
 def streams_of() -> list[Any]:

@@ -147,7 +147,7 @@ def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 def whole_tensors(trainer: Trainer, work: Path) -> dict[str, torch.Tensor]:
     """Those of `tensors_of`, put together of what all ranks have. Every rank calls it."""
     one = Training("trainer", trainer.model, trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler)
-    arrays = fleet_worlds.whole(fleet_trainings.held(one), work, "end")
+    arrays = fleet_worlds.whole(fleet_trainings.RankParts(0, fleet_trainings.held(one)), work, "end")
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
