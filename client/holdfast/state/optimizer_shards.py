@@ -67,7 +67,7 @@ class OptimizerShards:
         hooks: The torch optimizers whose steps change this state: they wait until the last save has copied it. Without any,
             `save()` copies everything before it returns.
         new: `new(name, key, dtype)` returns what `values` has for a key whose tensor has the parameter's shape, such as a
-            part of a new flat buffer.
+            part of a new flat buffer, or an empty Fragment for what other ranks keep.
         makes_masters: Whether `new` also makes full-precision copies, with the key "master", of a checkpoint whose optimizer
             does not list them, such as an imported one.
         check: Called as `check(groups, keys)` before a restore changes anything: with the hyper-parameters that `install`
