@@ -127,12 +127,12 @@ class VerlCheckpoints(BaseCheckpointManager):
         if local_path is None:
             return
         self.close()
+        _initialize(self.model)
         run = _run_of(self._run, local_path)
         # separate from the saving one: only a save knows how many checkpoints to keep
         with Checkpointer(run, self._state(), **_chosen(self._options, None)) as checkpointer:
             step = _step(checkpointer, local_path)
             if step is not None:
-                _initialize(self.model)
                 checkpointer.restore(step, groups=self._groups(checkpointer, self.checkpoint_load_contents))
                 self._restored = step
                 return
