@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, TypeVar
 
 from holdfast.integrations.paddle import adapters
@@ -17,6 +16,7 @@ from holdfast.integrations.paddle.optimizer import PaddleOptimizer
 from holdfast.integrations.paddle.random_streams import PaddleStreams
 from holdfast.integrations.paddle.versions import check_version
 from holdfast.integrations.paddle.views import LayerViews, is_parameter
+from holdfast.integrations.paddle.watch import identical
 from holdfast.launch import StartedRanks
 from holdfast.state.modules import EMA
 from holdfast.state.named import Named
@@ -55,7 +55,7 @@ def state(model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any 
         )
     if layers[MODEL].places.adapter is not None:
         objects, layers = _as_adapter(objects), _as_adapter(layers)
-    places = partial(_places, layers)
+    places = _Places(layers)
     rest = {key: value for key, value in objects.items() if key not in layers}
     optimizers = {key: PaddleOptimizer(value, places) for key, value in rest.items() if _is_optimizer(value)}
     ranks = announce()
@@ -85,15 +85,28 @@ def refuse_taken(names: Iterable[str]) -> None:
         raise InvalidRequest(f"the entry {taken[0]!r} is one of the training's own", hint="give it another name")
 
 
-def _places(layers: Mapping[str, LayerViews]) -> dict[str, ParameterPlace]:
-    """The place and the stored name of every parameter, by Paddle's name of it."""
-    found: dict[str, ParameterPlace] = {}
-    for key, layer in layers.items():
-        for name, tensor in layer.tensors.items():
-            if is_parameter(tensor):
-                place = layer.places.place(name, tensor)
-                found.setdefault(tensor.name, place if key == MODEL else place._replace(name=f"{key}.{name}"))
-    return found
+class _Places:
+    """The place and the stored name of every parameter, by Paddle's name of it: the identical mapping while layers stay."""
+
+    def __init__(self, layers: Mapping[str, LayerViews]) -> None:
+        self._layers = layers
+        self._of: list[dict[str, Any]] = []
+        self._found: dict[str, ParameterPlace] = {}
+
+    def __call__(self) -> Mapping[str, ParameterPlace]:
+        of = [layer.tensors for layer in self._layers.values()]
+        if not identical(self._of, of):
+            self._found, self._of = self._find(), of
+        return self._found
+
+    def _find(self) -> dict[str, ParameterPlace]:
+        found: dict[str, ParameterPlace] = {}
+        for key, layer in self._layers.items():
+            for name, tensor in layer.tensors.items():
+                if is_parameter(tensor):
+                    place = layer.places.place(name, tensor)
+                    found.setdefault(tensor.name, place if key == MODEL else place._replace(name=f"{key}.{name}"))
+        return found
 
 
 def _exchange(ranks: StartedRanks, layers: Mapping[str, LayerViews], optimizers: Mapping[str, PaddleOptimizer]) -> None:

@@ -4,12 +4,12 @@ the accumulators of a parameter.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from holdfast.integrations.paddle.fleet.sharding import OptimizerSharding, Stepped
+from holdfast.integrations.paddle.parameter_parts import Decay, ParameterPart, l1_of
 from holdfast_formats.errors import StateMismatch
 
 TORCH_NAMES = {"epsilon": "eps", "use_nesterov": "nesterov"}
@@ -19,55 +19,29 @@ _OWN_L2 = "l2_decay"  # of a parameter's own regularizer, beside a decay that is
 _L2, _METHOD = "regularization_coeff", "regularization_method"  # how Momentum keeps its decay
 _NUMBERS = (bool, int, float)
 
-Decay = tuple[float, float]
-
 
 class ParameterGroup(NamedTuple):
-    """Parameters that are stepped with the same hyper-parameters, on every rank those with the same `key`.
+    """Parameters that are stepped with the same hyper-parameters, and these."""
 
-    `given` is Paddle's own group, None if it has one list. `own` is the decay of L2 and of L1 that the parameters have of
-    their own by `ParamAttr(regularizer=…)`.
-    """
-
-    key: str
-    members: list[Stepped]
+    part: ParameterPart
     hyper: dict[str, Any]
-    given: dict[str, Any] | None
-    multiple: float  # of the learning rate
-    decays: bool
-    own: Decay | None
 
 
 def stepped_by(sharding: OptimizerSharding) -> Iterator[Stepped]:
     """All parameters, in the order of the groups."""
-    for _, members in sharding.groups():
-        yield from members
+    for group in sharding.groups():
+        yield from group.members
 
 
-def groups_of(
-    sharding: OptimizerSharding, takes: Callable[[Stepped], bool] = lambda _: True, others: Iterable[str] = ()
-) -> list[ParameterGroup]:
-    """The parameters that `takes` selects, in groups. A function such as `apply_decay_param_fun` or `lr_ratio` divides them
-    further. `others` are keys of groups of other ranks, which this one may have no parameter of.
-    """
-    found: list[ParameterGroup] = []
-    optimizer = sharding.inner
+def groups_of(optimizer: Any, parts: Iterable[ParameterPart]) -> list[ParameterGroup]:
+    """The parts with their hyper-parameters now."""
     rate = float(optimizer.get_lr())
-    for number, (given, members) in enumerate(sharding.groups()):
-        parts: dict[tuple[float, bool, Decay | None], list[Stepped]] = {}
-        for one in filter(takes, members):
-            unlike = _multiple(optimizer, one.kept), _decays(optimizer, one.kept), _own_decay(one.kept)
-            parts.setdefault(unlike, []).append(one)
-        for other, multiple, decays, own in map(json.loads, others):
-            if other == number:
-                parts.setdefault((multiple, decays, own and tuple(own)), [])
-        for (multiple, decays, own), stepped in parts.items():
-            hyper = {**_hyper(optimizer, given), _LR: rate * multiple}
-            if not decays:
-                hyper[_DECAY] = 0.0
-            hyper |= _of_own_decay(optimizer, own)
-            key = json.dumps([number, multiple, decays, own])  # the same on every rank
-            found.append(ParameterGroup(key, stepped, hyper, given, multiple, decays, own))
+    found: list[ParameterGroup] = []
+    for part in parts:
+        hyper = {**_hyper(optimizer, part.given), _LR: rate * part.multiple}
+        if not part.decays:
+            hyper[_DECAY] = 0.0
+        found.append(ParameterGroup(part, {**hyper, **_of_own_decay(optimizer, part.own)}))
     return found
 
 
@@ -103,9 +77,9 @@ def changes(
                 found += _change(optimizer, known, _BETA_2, value[1])
             elif name in known.hyper and value != known.hyper[name]:
                 own = next((own for own, theirs in TORCH_NAMES.items() if theirs == name), name)
-                if name == _DECAY and not known.decays:
+                if name == _DECAY and not known.part.decays:
                     raise _refused(name, value, known.hyper[name], "which apply_decay_param_fun decides")
-                if name == _OWN_L2 or (known.own is not None and name in _of_own_decay(optimizer, known.own)):
+                if name == _OWN_L2 or (known.part.own is not None and name in _of_own_decay(optimizer, known.part.own)):
                     raise _refused(name, value, known.hyper[name], "which ParamAttr(regularizer=…) decides")
                 found += _change(optimizer, known, own, value)
     return found
@@ -145,7 +119,7 @@ def _values(optimizer: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
         found[_DECAY] = _number(getattr(optimizer, "regularization", None))
     if _L2 in found:
         found[_DECAY] = found.pop(_L2)
-    found[_L1] = _l1(getattr(optimizer, "regularization", None) if given is None else given.get(_DECAY))
+    found[_L1] = l1_of(getattr(optimizer, "regularization", None) if given is None else given.get(_DECAY))
     return {name: value for name, value in found.items() if isinstance(value, _NUMBERS)}
 
 
@@ -158,12 +132,6 @@ def _number(value: Any) -> Any:
     return float(value.item()) if hasattr(value, "item") else value
 
 
-def _l1(decay: Any) -> float:
-    from paddle.regularizer import L1Decay
-
-    return float(decay._coeff) if isinstance(decay, L1Decay) else 0.0
-
-
 def _hyper(optimizer: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
     known = _values(optimizer, given)
     hyper = {TORCH_NAMES.get(name, name): value for name, value in known.items() if name not in (_BETA_1, _BETA_2)}
@@ -171,20 +139,6 @@ def _hyper(optimizer: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
         hyper[_BETAS] = (float(known[_BETA_1]), float(known[_BETA_2]))
     hyper.setdefault(_DECAY, 0.0)
     return hyper
-
-
-def _multiple(optimizer: Any, parameter: Any) -> float:
-    attributes = getattr(parameter, "optimize_attr", None) or {}
-    multiple = float(attributes.get("learning_rate", 1.0))
-    ratio = getattr(optimizer, "_lr_ratio", None)
-    return multiple if ratio is None else multiple * float(ratio(parameter))
-
-
-def _own_decay(parameter: Any) -> Decay | None:
-    from paddle.regularizer import L2Decay
-
-    own = getattr(parameter, "regularizer", None)
-    return None if own is None else (float(own._coeff) if isinstance(own, L2Decay) else 0.0, _l1(own))
 
 
 def _of_own_decay(optimizer: Any, own: Decay | None) -> dict[str, float]:
@@ -199,27 +153,22 @@ def _of_own_decay(optimizer: Any, own: Decay | None) -> dict[str, float]:
     return {} if own is None else {_DECAY: l2, _L1: l1}
 
 
-def _decays(optimizer: Any, parameter: Any) -> bool:
-    function = getattr(optimizer, "_apply_decay_param_fun", None)
-    return function is None or bool(function(parameter.name))
-
-
 def _change_of_rate(optimizer: Any, known: ParameterGroup, value: Any) -> Iterator[Callable[[], None]]:
     from paddle.optimizer.lr import LRScheduler
 
-    if not isinstance(optimizer._learning_rate, LRScheduler) and known.multiple and value != known.hyper[_LR]:
-        yield partial(optimizer.set_lr, float(value) / known.multiple)
+    if not isinstance(optimizer._learning_rate, LRScheduler) and known.part.multiple and value != known.hyper[_LR]:
+        yield partial(optimizer.set_lr, float(value) / known.part.multiple)
 
 
 def _change(optimizer: Any, known: ParameterGroup, name: str, value: Any) -> Iterator[Callable[[], None]]:
     """Set a hyper-parameter by Paddle's name, where it is a number now."""
-    before = _values(optimizer, known.given).get(name)
+    before = _values(optimizer, known.part.given).get(name)
     if before == value:
         return
     if name == _DECAY and _L2 in optimizer._default_dict:
         yield from _change_of_l2(optimizer, known, float(value))
         return
-    holders: list[tuple[Any, Any]] = [(known.given, name)] if known.given is not None else []
+    holders: list[tuple[Any, Any]] = [(known.part.given, name)] if known.part.given is not None else []
     if not holders:
         holders = [(vars(optimizer), f"_{name}"), (optimizer._default_dict, name)]
     holders = [(holder, key) for holder, key in holders if isinstance(holder.get(key), _NUMBERS)]
@@ -231,12 +180,12 @@ def _change(optimizer: Any, known: ParameterGroup, name: str, value: Any) -> Ite
 
 def _change_of_l2(optimizer: Any, known: ParameterGroup, value: float) -> Iterator[Callable[[], None]]:
     """Set the decay of a Momentum, whose step does it by a method and a coefficient."""
-    other = optimizer.regularization if known.given is None else known.given.get(_DECAY)
+    other = optimizer.regularization if known.part.given is None else known.part.given.get(_DECAY)
     if other is not None:
         raise _refused(_DECAY, value, str(other), "which it gets when it is constructed")
     new = {_L2: value, _METHOD: "l2_decay" if value else ""}
-    if known.given is not None:
-        yield partial(known.given.update, new)
+    if known.part.given is not None:
+        yield partial(known.part.given.update, new)
     else:
         yield partial(vars(optimizer).update, {f"_{name}": one for name, one in new.items()})
         yield partial(optimizer._default_dict.update, new)

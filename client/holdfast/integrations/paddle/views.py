@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from holdfast.integrations.paddle.fleet.layer_places import LayerPlaces
 from holdfast.integrations.paddle.fleet.places import empty
 from holdfast.integrations.paddle.fleet.ranks import RankTensor
 from holdfast.integrations.paddle.program import Live, program_of, unlike_torch
+from holdfast.integrations.paddle.watch import LayerWatch, TensorForms, identical
 from holdfast.tensors.fragments import Fragment
 from holdfast.tensors.torch_dtypes import safetensors_name, torch_dtype
 from holdfast_formats.errors import InvalidRequest
@@ -126,7 +126,9 @@ class LayerViews:
         self.tensors: dict[str, Any] = {}  # of Paddle, by structured name
         self._empty: dict[str, Other] = {}  # tensors that only other ranks have
         self._views = Views()
-        self._transient: dict[str, tuple[TensorContents, torch.Tensor]] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._transient: dict[str, _Transient] = {}
+        self._known: _Known | None = None
         self._unlike: frozenset[str] | None = None  # the names that the program of the layer changes, if it has one
         self.module.register_state_dict_pre_hook(self._follow)  # type: ignore[no-untyped-call]
         self._follow()
@@ -157,10 +159,17 @@ class LayerViews:
         dtype = torch_dtype(listed.dtype, name)
         tensor = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=bool(listed.group))
         self._empty[name] = Other(tensor, empty(listed.shape, dtype))
+        self._known = None
 
     def _follow(self, *_: object) -> None:
         """Hold the views of what the layer has now; the identical ones while its memory stays the same."""
-        tensors = self.places.tensors()
+        if self._known is None or not self._known.unchanged:
+            self._known = None  # in case that something is refused
+            self._hold(self.places.tensors())
+        self._transient = {name: one.now() for name, one in self._transient.items()}
+        _put(self.module._buffers, {**self._buffers, **{name: one.stands for name, one in self._transient.items()}})
+
+    def _hold(self, tensors: dict[str, Any]) -> None:
         if self._unlike is not None and not _same(self.tensors, tensors):
             self._refuse_unmade(tensors, self._unlike)
         self.tensors = tensors
@@ -179,9 +188,11 @@ class LayerViews:
                 buffers[name] = view
         self._views.keep(self.tensors)
         self.places.keep(self.tensors)
-        buffers.update(self._transient_buffers())
+        self._buffers, self._transient = buffers, self._transient_now()
+        self.module._non_persistent_buffers_set = set(self._transient)
         _put(self.module._parameters, parameters)
-        _put(self.module._buffers, buffers)
+        if not self.places.sharded:
+            self._known = _Known(LayerWatch(self.places.layer), TensorForms(list(self.tensors.values())))
 
     def _refuse_unmade(self, tensors: Mapping[str, Any], unlike: frozenset[str]) -> None:
         """Raise `InvalidRequest` for tensors of layers that are not those of which the program was made."""
@@ -195,23 +206,42 @@ class LayerViews:
                 tensors=changed,
             )
 
-    def _transient_buffers(self) -> dict[str, torch.Tensor]:
-        """What stands for the buffers that are not persistable."""
-        stored = set(map(id, self.tensors.values()))
-        named = self.places.layer.named_buffers()
-        now = {name: one for name, one in named if id(one) not in stored and one.is_dense()}
-        self._transient = {name: self._stand_in(name, tensor) for name, tensor in now.items()}
-        self.module._non_persistent_buffers_set = set(now)
-        return {name: stands for name, (_, stands) in self._transient.items()}
+    def _transient_now(self) -> dict[str, _Transient]:
+        """The buffers that are not persistable. Each has the stand-in that it had."""
+        stored, before = set(map(id, self.tensors.values())), self._transient
+        now = {name: one for name, one in self.places.layer.named_buffers() if id(one) not in stored and one.is_dense()}
+        return {name: before[name]._replace(tensor=one) if name in before else _stand_in(one) for name, one in now.items()}
 
-    def _stand_in(self, name: str, tensor: Any) -> tuple[TensorContents, torch.Tensor]:
-        seen = self._transient.get(name)
-        return seen if seen is not None and seen[0].is_of(tensor) else (contents_of(tensor), torch.empty(0))
+
+class _Transient(NamedTuple):
+    """A buffer that is not persistable, what it had, and the empty tensor that stands for it as long as it has that."""
+
+    tensor: Any
+    contents: TensorContents
+    stands: torch.Tensor
+
+    def now(self) -> _Transient:
+        return self if self.contents.is_of(self.tensor) else _stand_in(self.tensor)
+
+
+def _stand_in(tensor: Any) -> _Transient:
+    return _Transient(tensor, contents_of(tensor), torch.empty(0))
+
+
+class _Known(NamedTuple):
+    """A layer that was looked at."""
+
+    layer: LayerWatch
+    forms: TensorForms
+
+    @property
+    def unchanged(self) -> bool:
+        return self.layer.unchanged and self.forms.unchanged
 
 
 def _same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether these are the identical objects under the same names."""
-    return list(before) == list(now) and all(map(is_, before.values(), now.values()))
+    return list(before) == list(now) and identical(list(before.values()), list(now.values()))
 
 
 def _put(held: dict[str, Any], now: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ class LayerPlaces:
 
     def __init__(self, layer: Any) -> None:
         self.layer, self._stage_3 = unwrapped(layer)
+        self.sharded = self._stage_3 is not None  # then the tensors that have the elements come and go
         self.adapter = adapter_of(self.layer)
         self._turned = frozenset(one.name for one in self.adapter.tensors.values() if one.turned) if self.adapter else ()
         self._cuts = TensorParallel(self.layer)

@@ -5,11 +5,13 @@ All names are those of Paddle 3.3.1. Few of them are public there, so what is no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 from holdfast.integrations.paddle.fleet.places import ElementRange, slice_of
 from holdfast.integrations.paddle.fleet.wrappers import optimizers_inside
+from holdfast.integrations.paddle.watch import identical
 from holdfast_formats.errors import InvalidRequest
 
 SLICE = "slice@"  # before a parameter's name: the part of it that stage 3 steps
@@ -34,6 +36,13 @@ class Stepped(NamedTuple):
     group: dict[str, Any] | None = None
 
 
+class SteppedGroup(NamedTuple):
+    """A group that the user gave, None for one list of parameters, and its parameters."""
+
+    given: dict[str, Any] | None
+    members: list[Stepped]
+
+
 class OptimizerSharding:
     """How an optimizer of fleet, or a plain one, is divided among ranks. `inner` keeps the state."""
 
@@ -43,16 +52,25 @@ class OptimizerSharding:
         self.inner = chain[-1]
         self._divided = _divided(chain)
         self._slices: dict[str, Any] = {}  # of stage 3, by the parameter's name
+        self._known: list[SteppedGroup] = []  # of an optimizer that is not divided
+        self._of: list[Any] = []  # the groups and parameters that they were made of
 
-    def groups(self) -> Iterator[tuple[dict[str, Any] | None, list[Stepped]]]:
-        """All parameters in the optimizer's own groups, None for one list of parameters."""
-        groups = self._whole_groups()
-        if groups and isinstance(groups[0], dict):
-            if type(self._divided).__name__ == "GroupShardedStage3":
-                raise _refused("groups of parameters under stage 3 of sharding", "pass the optimizer a list of parameters")
-            yield from ((group, [self._stepped(one)._replace(group=group) for one in group["params"]]) for group in groups)
-        else:
-            yield None, [self._stepped(one) for one in groups]
+    def groups(self) -> list[SteppedGroup]:
+        """All parameters in the optimizer's own groups. Of one that is not divided, the identical list while they stay."""
+        groups = list(self._whole_groups())
+        listed = groups and isinstance(groups[0], dict)
+        if listed and type(self._divided).__name__ == "GroupShardedStage3":
+            raise _refused("groups of parameters under stage 3 of sharding", "pass the optimizer a list of parameters")
+        of = [*groups, *chain.from_iterable(group["params"] for group in groups)] if listed else groups
+        if self._divided is None and self._known and identical(self._of, of):
+            return self._known
+        in_groups = [(one, one["params"]) for one in groups] if listed else [(None, groups)]
+        found = [
+            SteppedGroup(given, [self._stepped(one)._replace(group=given) for one in members])
+            for given, members in in_groups
+        ]
+        self._known, self._of = found, of
+        return found
 
     def _whole_groups(self) -> Any:
         if any(getattr(self._divided, name, False) for name in _OVERLAPS):
