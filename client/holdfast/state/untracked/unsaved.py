@@ -19,6 +19,7 @@ from holdfast.state.untracked.attributes import Attributes, plain_values, shown
 from holdfast.state.untracked.buffers import Buffers
 from holdfast.state.untracked.gradients import Gradients
 from holdfast.state.untracked.optimizer_numbers import NamedOwner, is_number, owners
+from holdfast.state.untracked.other_optimizers import OtherOptimizers
 from holdfast.state.untracked.settings import Settings
 from holdfast.state.untracked.stored import AlreadyStored
 from holdfast.state.untracked.traces import ForwardTracer, is_object
@@ -44,13 +45,14 @@ class Unsaved:
         self._state, self._stored = state, AlreadyStored(state)
         self._attributes, self._buffers = Attributes(ForwardTracer(self._stored.has)), Buffers()
         self._settings = Settings()
-        self.gradients = Gradients(state)
+        self.gradients, self.others = Gradients(state), OtherOptimizers(state)
         self.last: Mapping[str, Any] = {}  # what the last save left out
 
     def record(self) -> None:
         """Record new objects, as part of a walk through the state."""
         self._stored.look_again()
         self._settings.look_again()
+        self.others.hear()
         for key, value in self._state.items():
             for module in modules_of(value):
                 named = [(name, part) for name, part in module.named_modules() if not _is_wrapper(part)]
