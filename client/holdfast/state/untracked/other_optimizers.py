@@ -41,7 +41,7 @@ class OtherOptimizers:
     def notes(self) -> Iterator[LeftOutNote]:
         """Of each optimizer that keeps something of a parameter of the state, and would be lost."""
         own = set(map(id, optimizer_wrappers.innermost(self._state)))
-        others = [one for one in self._stepped if id(one) not in own]
+        others = [one for one in list(self._stepped) if id(one) not in own]
         if not others or any(map(_may_hold_one, self._state.values())):
             return
         names = {
@@ -51,7 +51,8 @@ class OtherOptimizers:
             for name, parameter in module.named_parameters()
         }
         for other in others:
-            kept = [names[id(one)] for one, held in other.state.items() if held and id(one) in names]
+            items = list(other.state.items())  # another thread may step it
+            kept = [names[id(one)] for one, held in items if id(one) in names and (not isinstance(held, Mapping) or held)]
             if kept:
                 rest = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
                 yield LeftOutNote(
@@ -62,7 +63,7 @@ class OtherOptimizers:
 
 
 def _may_hold_one(value: object) -> bool:
-    """Whether an entry is an object of the user's own, whose state may have an optimizer in it."""
+    """Whether an entry is an object of the user's own, which may have an optimizer in its state."""
     if modules_of(value) or optimizer_wrappers.is_optimizer(value) or isinstance(value, _KNOWN):
         return False
     return callable(getattr(type(value), "state_dict", None)) and not is_of_framework(type(value))
