@@ -78,11 +78,17 @@ def test_all_ranks_are_told(place: str, wait: Waiting, request: pytest.FixtureRe
     daemon: Place = request.getfixturevalue(place)
     with ranks(f"{place}-{wait.__name__}", [daemon, daemon], "first") as world:
         world.save(2)
-        check(told(world, wait))
+        said = told(world, wait)
+        if wait is close:  # one that closes first ends the other's save, which may leave before it has closed itself
+            left = [one for one in said if _LEFT.fullmatch(one)]
+            assert len(left) <= 1
+            said = [one for one in said if one not in left]
+        check(said)
         if wait is not close:
             world.save(7)  # and go on together
 
 
+_LEFT = re.compile(r"round-aborted: rank (1 disconnected before step 4|0 disconnected before step 5) was complete")
 _LAST = re.compile("step 4 by rank 0|step 5 by rank 1")  # either has come back first
 
 
