@@ -49,19 +49,20 @@ class ParameterParts:
     def __init__(self, sharding: OptimizerSharding, has_state: Callable[[Stepped], bool]) -> None:
         """Frozen parameters without state are left out."""
         self._sharding, self._has_state = sharding, has_state
-        self._of: tuple[list[SteppedGroup], list[_Seen], list[str]] = [], [], []
+        self._groups: list[SteppedGroup] = []  # what `_parts` was made of
+        self._seen: list[_Seen] = []
+        self._others: list[str] = []
         self._parts: list[ParameterPart] = []
 
     def now(self, others: list[str]) -> list[ParameterPart]:
         """`others` are keys of parts of other ranks, which this one may have no parameter of."""
         groups = self._sharding.groups()
         seen = [self._look(group.members) for group in groups]
-        before = self._of
-        if groups is not before[0] or seen != before[1] or others != before[2]:
+        if groups is not self._groups or seen != self._seen or others != self._others:
             self._parts = [
                 part for number, group in enumerate(groups) for part in _parts(number, group, seen[number], others)
             ]
-            self._of = groups, seen, others
+            self._groups, self._seen, self._others = groups, seen, others
         return self._parts
 
     def _look(self, members: Sequence[Stepped]) -> _Seen:
