@@ -24,6 +24,7 @@ from holdfast.state.modules import (
 )
 from holdfast.state.named import Named, modules_of
 from holdfast.state.named_entries import NamedSnapshot
+from holdfast.state.optimizer_shards import OptimizerShards
 from holdfast.state.untracked import schedules, unsaved
 from holdfast.tensors.fragments import fragment_list
 from holdfast.tensors.leaves import Content, OfferedLeaves, PartPlan, Selection
@@ -96,7 +97,8 @@ def notes_of(state: Mapping[str, Any]) -> list[LeftOutNote]:
     asked = {key: value for key, value in state.items() if not isinstance(value, Mapping)}  # which may have many tensors
     notes = [loaders.note_of(key, value) for key, value in asked.items() if is_loose(key, value)]
     named = (value.left_out(key) for key, value in asked.items() if isinstance(value, streams.IncompleteEntry))
-    notes += [LeftOutNote(text) for text in named if text is not None]
+    told = (text for value in asked.values() if isinstance(value, OptimizerShards) for text in value.left_out())
+    notes += [LeftOutNote(text) for text in (*named, *dict.fromkeys(told)) if text is not None]
     given = any(isinstance(value, NamedSnapshot) for value in state.values())  # its adapter knows what else it saves
     return [*(note for note in notes if note is not None), *(() if given else schedules.notes_of(state))]
 

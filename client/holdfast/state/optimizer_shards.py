@@ -72,6 +72,7 @@ class OptimizerShards:
             does not list them, such as an imported one.
         check: Called as `check(groups, keys)` before a restore changes anything: with the hyper-parameters that `install`
             will get, less tensors, and the keys of `values` by name. It raises what `install` would refuse.
+        left_out: Returns what a save leaves out now, in sentences; a warning has each.
 
     Raises:
         InvalidRequest: For arguments that are not functions, and for hooks that are not torch optimizers.
@@ -91,8 +92,10 @@ class OptimizerShards:
         new: Callable[[str, str, torch.dtype], Any] | None = None,
         makes_masters: bool = False,
         check: Callable[[list[dict[str, Any]], dict[str, set[str]]], None] | None = None,
+        left_out: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         functions = {"groups": groups, "state": state, "install": install, "new": new or install, "check": check or install}
+        functions["left_out"] = left_out
         for name, function in functions.items():
             if not callable(function):
                 raise InvalidRequest(
@@ -100,7 +103,7 @@ class OptimizerShards:
                     hint="pass a function, as the example of OptimizerShards does",
                 )
         self.groups, self.state, self.install, self.new, self.check = groups, state, install, new, check
-        self.makes_masters = makes_masters and new is not None
+        self.makes_masters, self.left_out = makes_masters and new is not None, left_out
         # Name and key of the tensors that `state()` was seen to return twice.
         self.kept_for_good: set[tuple[str, str]] = set()
         self.hooks = (hooks,) if isinstance(hooks, torch.optim.Optimizer) else tuple(hooks)

@@ -18,6 +18,7 @@ from holdfast import ParallelLayout
 from holdfast.checkpointer import Checkpointer
 from holdfast.launch import Launch
 from holdfast.layout.declared import declare
+from holdfast.left_out import LeftOutNote
 from holdfast.stage import background_safe
 from holdfast.state import optimizer_wrappers
 from holdfast.state.optimizer_shards import OptimizerShards
@@ -584,6 +585,22 @@ def test_what_new_returns_is_checked():
         restore(checkpoint, {"model": weights, "optim": shards})
     with pytest.raises(InvalidRequest, match="new= of OptimizerShards must be a function"):
         OptimizerShards(groups=list, state=dict, install=print, new=3)
+
+
+def test_what_it_leaves_out_is_noted_once_for_all():
+    """By each save, however many optimizers tell of it."""
+    told: list[str] = []
+    state: dict[str, Any] = {"model": parameters()}
+    for key, name in (("first", "norm"), ("second", "scale")):
+        state[key] = OptimizerShards(
+            groups=lambda name=name: [{"params": [name]}], state=dict, install=print, left_out=lambda: told
+        )
+    train_state = TrainState(state, 0, 1)
+    assert not train_state.snapshot().notes
+    told.append("not saved: a third one")
+    assert [note for note in train_state.snapshot().notes if isinstance(note, LeftOutNote)] == told
+    with pytest.raises(InvalidRequest, match="left_out= of OptimizerShards must be a function"):
+        OptimizerShards(groups=list, state=dict, install=print, left_out="")
 
 
 def test_masters_in_one_buffer_are_looked_at_one_by_one():

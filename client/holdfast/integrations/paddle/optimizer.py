@@ -8,7 +8,7 @@ the steps of the optimizer are counted on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +39,11 @@ class PaddleOptimizer:
     """An optimizer of Paddle, as the entry `shards` of a state.
 
     `places` returns the place of every parameter of the state in the whole one, with its stored name, by Paddle's name of
-    it. An optimizer that fleet has wrapped is divided among ranks as `OptimizerSharding` says.
+    it. An optimizer that fleet has wrapped is divided among ranks as `OptimizerSharding` says. `left_out` is for
+    `OptimizerShards`.
     """
 
-    def __init__(self, optimizer: Any, places: Places) -> None:
+    def __init__(self, optimizer: Any, places: Places, left_out: Callable[[], list[str]]) -> None:
         """Raises `InvalidRequest` for optimizers whose state is not all in accumulators, or cannot be placed."""
         self._sharding = OptimizerSharding(optimizer)
         self.optimizer = self._sharding.inner
@@ -63,6 +64,7 @@ class PaddleOptimizer:
             new=self.new,
             makes_masters=True,
             check=self.check,
+            left_out=left_out,
         )
 
     def groups(self) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ class OtherOptimizers:
         """Of each optimizer that keeps something of a parameter of the state, and would be lost."""
         own = set(map(id, optimizer_wrappers.innermost(self._state)))
         others = [one for one in list(self._stepped) if id(one) not in own]
-        if not others or any(map(_may_hold_one, self._state.values())):
+        if not others or any(map(may_hold_one, self._state.values())):
             return
         names = {
             id(parameter): f"{key}.{name}"
@@ -62,7 +62,7 @@ class OtherOptimizers:
                 )
 
 
-def _may_hold_one(value: object) -> bool:
+def may_hold_one(value: object) -> bool:
     """Whether an entry is an object of the user's own, which may have an optimizer in its state."""
     if modules_of(value) or optimizer_wrappers.is_optimizer(value) or isinstance(value, _KNOWN):
         return False

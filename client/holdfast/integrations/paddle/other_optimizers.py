@@ -1,0 +1,70 @@
+"""Notes an optimizer of Paddle that trains parameters of the state and is not in it, such as one that was constructed again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from typing import Any
+
+from holdfast.integrations.paddle.fleet.places import ParameterPlace
+from holdfast.integrations.paddle.fleet.wrappers import innermost
+from holdfast.state.untracked.other_optimizers import may_hold_one
+
+_states: weakref.WeakSet[OtherOptimizers] = weakref.WeakSet()  # all that note steps
+
+
+class OtherOptimizers:
+    """Every optimizer of Paddle that has taken a step since the state was given, as long as it lives.
+
+    `given` are the objects of Paddle in the state, and `places` is as for `PaddleOptimizer`.
+    """
+
+    def __init__(self, given: Mapping[str, Any], places: Callable[[], Mapping[str, ParameterPlace]]) -> None:
+        self._places = places
+        self._own = {id(innermost(one)) for one in given.values()}
+        self._hidden = any(map(may_hold_one, given.values()))
+        self.stepped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        _hear()
+        _states.add(self)
+
+    def left_out(self) -> list[str]:
+        """A sentence on each optimizer that keeps something of a parameter of the state, and would be lost."""
+        others = [other for name, other in list(self.stepped.items()) if name not in self._own]
+        if not others or self._hidden:
+            return []
+        named = [(other, self._kept(other)) for other in others]
+        return [_sentence(type(other).__name__, kept) for other, kept in named if kept]
+
+    def _kept(self, optimizer: Any) -> list[str]:
+        """The stored names of the parameters of which an optimizer keeps something, in order."""
+        masters, places = dict(optimizer._master_weights), self._places()
+        own_names = {master.name: name for name, master in masters.items()}
+        owners = {owner for by_owner in list(optimizer._accumulators.values()) for owner in list(by_owner)} | masters.keys()
+        return sorted({places[name].name for name in (own_names.get(owner, owner) for owner in owners) if name in places})
+
+
+def _sentence(kind: str, kept: list[str]) -> str:
+    rest = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+    return (
+        f"not saved: what the {kind} that steps {kept[0]}{rest} keeps, because it is not in the state: give it too, "
+        "state(model, optimizer, second=other) or more={'second': other} of attach(); after an optimizer is constructed "
+        "again, attach again"
+    )
+
+
+@cache
+def _hear() -> None:
+    """Note the steps of all optimizers from now on, in the method in which each ends. Paddle has no hook for that."""
+    from paddle.optimizer import Optimizer
+
+    own = Optimizer._apply_optimize
+
+    @wraps(own)
+    def heard(optimizer: Any, *given: Any, **named: Any) -> Any:
+        done = own(optimizer, *given, **named)
+        for state in list(_states):
+            state.stepped[id(optimizer)] = optimizer
+        return done
+
+    Optimizer._apply_optimize = heard
