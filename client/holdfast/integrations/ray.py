@@ -19,10 +19,12 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict
 
 from holdfast.checkpointer import Checkpointer
+from holdfast.link.checkpoint_links import unlink
 from holdfast.stage.save_request import Check, Wait
 from holdfast.tickets import SaveTicket
 from holdfast_formats import naming
@@ -215,13 +217,9 @@ def _sweep(context: Any, run: str) -> None:
 
 def _remove(directory: Path) -> None:
     """Remove a directory of links and its pointer, but no target of a link."""
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if path.is_symlink() or path.name == POINTER:
-            path.unlink(missing_ok=True)
-    try:
+    with suppress(OSError):  # it is unreadable, or has other files, too
+        unlink(path for path in directory.iterdir() if path.is_symlink() or path.name == POINTER)
         directory.rmdir()
-    except OSError:  # it has other files, too
-        return
 
 
 def _is_local(filesystem: Any) -> bool:

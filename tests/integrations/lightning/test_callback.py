@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import holdfast
+from holdfast.integrations.lightning import HoldfastCheckpointIO
 from holdfast.integrations.lightning.contents import load_from_checkpoint
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from tests.daemons import RunningDaemon, wait_until
@@ -65,6 +67,30 @@ def test_older_checkpoints_go_where_nothing_names_them(daemon: RunningDaemon, tm
     wait_until(lambda: steps(daemon, "few") == [6])
     trainer(tmp_path / "all", saves(daemon, "all", every_n_train_steps=2, save_top_k=-1)).fit(Small(), loader())
     assert steps(daemon, "all") == [2, 4, 6] and len(names(tmp_path / "all")) == 3
+
+
+@pytest.mark.parametrize("callback", [True, False], ids=["callback", "plugin"])
+def test_a_name_that_cannot_be_removed_ends_nothing(
+    daemon: RunningDaemon, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, callback: bool
+) -> None:
+    """It is named in a warning, and keeps its checkpoint."""
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix != ".ckpt":
+            return own(path, missing_ok)
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    own = Path.unlink
+    monkeypatch.setattr(Path, "unlink", refuse)  # the tests may run as root, to which no directory is read-only
+    run = f"unremovable-{callback}"
+    if callback:
+        fitting = trainer(tmp_path, saves(daemon, run, every_n_train_steps=2))
+    else:
+        plugin = HoldfastCheckpointIO(run, at=daemon.socket, keep_last=1)
+        fitting = trainer(tmp_path, ModelCheckpoint(every_n_train_steps=2), plugins=[plugin])
+    fitting.fit(Small(), loader())
+    assert len(names(tmp_path)) == 3 and steps(daemon, run) == [2, 4, 6]
+    assert "epoch=0-step=2.ckpt, which keeps its checkpoint, cannot be removed: Operation not permitted" in caplog.text
 
 
 def test_a_checkpoint_of_ones_own(daemon: RunningDaemon, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from holdfast import Checkpointer
 from holdfast.integrations import ray as holdfast_ray
+from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
 
 
@@ -32,6 +33,12 @@ def refused(name: str, act: Callable[[], object], out: Path) -> None:
         file.write(json.dumps([name, said]) + "\n")
 
 
+def make_unremovable(left: Path, root: Path) -> None:
+    """What a killed worker left behind, with a directory where its pointer would be."""
+    (left / holdfast_ray.POINTER).mkdir(parents=True)
+    (left / naming.step_directory(9)).symlink_to(root / naming.checkpoint_path("run", 9))
+
+
 def one(config: dict[str, Any]) -> None:
     work, out = Path(config["work"]), Path(config["work"], "said.jsonl")
     state = {"w": torch.zeros(4)}
@@ -43,6 +50,7 @@ def one(config: dict[str, Any]) -> None:
         foreign = ray.train.Checkpoint.from_directory(directory)
         refused("foreign", lambda: holdfast_ray.step(foreign, "run"), out)
     with Checkpointer("run", state, at=work / "root", policy="wait") as checkpointer:
+        make_unremovable(Path(config["unremovable"]), Path(str(checkpointer.root())))
         holdfast_ray.report(checkpointer, 1, {"loss": 0.5, "note": "text", "nan": float("nan")}).result()
         holdfast_ray.report(checkpointer, 2, {"loss": 0.4}, assets={"note.txt": "kept"}).result()
 
@@ -62,12 +70,14 @@ def main() -> None:
         refused("outside", lambda: holdfast_ray.report(checkpointer, 1, {}), out)
     ray.init(num_cpus=2, include_dashboard=False, configure_logging=False)
     stored = ray.train.RunConfig(name="experiment", storage_path=str(work / "ray"))
-    config = {"work": str(work)}
+    left = work / "ray" / "experiment" / f"{naming.step_directory(9)}.dead"
+    config = {"work": str(work), "unremovable": str(left)}
     scaling = ray.train.ScalingConfig(num_workers=1)
     result = TorchTrainer(one, train_loop_config=config, scaling_config=scaling, run_config=stored).fit()
     refused("another run", lambda: holdfast_ray.step(result.checkpoint, "other"), out)
     with result.checkpoint.as_directory() as directory, out.open("a") as file:
         file.write(json.dumps(["files", sorted(os.listdir(directory))]) + "\n")
+        file.write(json.dumps(["left behind", sorted(os.listdir(left))]) + "\n")
     stored = ray.train.RunConfig(name="second", storage_path=str(work / "ray"))
     scaling = ray.train.ScalingConfig(num_workers=2)
     DataParallelTrainer(two, train_loop_config=config, scaling_config=scaling, run_config=stored).fit()

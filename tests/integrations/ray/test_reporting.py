@@ -49,3 +49,8 @@ def test_rays_directory_shows_the_checkpoints_files(said: dict[str, object]) -> 
     files = said["files"]
     assert isinstance(files, list)
     assert {holdfast_ray.POINTER, "COMMIT", "extra.safetensors", "note.txt", naming.step_directory(2)} <= set(files)
+
+
+def test_what_cannot_be_removed_ends_no_training(said: dict[str, object]) -> None:
+    """A directory that a killed worker left behind: the link goes, the rest stays, and both reports were made."""
+    assert said["left behind"] == [holdfast_ray.POINTER]

@@ -24,6 +24,7 @@ from holdfast.integrations.lightning.contents import given as options
 from holdfast.integrations.lightning.takeover import TakenOver
 from holdfast.integrations.lightning.training import LEAVING, LightningRun
 from holdfast.integrations.replaced_method import ReplacedMethod
+from holdfast.link.checkpoint_links import unlink
 from holdfast.tickets import SaveTicket
 from holdfast_formats.errors import CheckpointError, InvalidRequest
 from holdfast_formats.staging.messages import Policy
@@ -331,9 +332,9 @@ class HoldfastCheckpoint(_ModelCheckpoint):
 def _unlink(names: Mapping[str, str]) -> None:
     """Remove links, unless they lead elsewhere now."""
     for name, target in names.items():
-        with suppress(OSError):
+        with suppress(OSError):  # it is none any more
             if os.readlink(name) == target:
-                Path(name).unlink()
+                unlink([Path(name)])
 
 
 def _default_retention(given: Options, save_top_k: int) -> None:

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer_options import Options
 from holdfast.integrations.lightning import configs, contents, framework
+from holdfast.link.checkpoint_links import unlink
 from holdfast.state.modules import is_tensors
 from holdfast.state.named_entries import NamedEntry
 from holdfast.tickets import SaveTicket
@@ -117,7 +118,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the name; retention removes checkpoints without a name."""
         if os.path.islink(path) and naming.linked_step(self._run, os.readlink(path)) is not None:
-            Path(path).unlink(missing_ok=True)
+            unlink([Path(path)])
         else:
             framework.fabric("plugins.io.torch_io").TorchCheckpointIO().remove_checkpoint(path)
 

@@ -16,6 +16,7 @@ from holdfast.integrations.lightning import framework
 from holdfast.integrations.lightning.contents import OPTIMIZERS, STATE, NotGathered
 from holdfast.integrations.lightning.training import AskedStep, LightningRun
 from holdfast.integrations.replaced_method import ReplacedMethod
+from holdfast.link.checkpoint_links import unlink
 from holdfast.tickets import SaveTicket
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint
 
@@ -164,7 +165,7 @@ class TakenOver:
         if not self._run.is_own_link(filepath):
             self._own["remove_checkpoint"](filepath)
         elif self._trainer.is_global_zero:
-            Path(filepath).unlink(missing_ok=True)
+            unlink([Path(filepath)])
 
     def _lightning_module_state_dict(self) -> Any:
         return NotGathered(STATE) if self._dumping else self._own["lightning_module_state_dict"]()
