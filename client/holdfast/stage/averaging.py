@@ -23,7 +23,8 @@ from holdfast.stage.replica_claims import buffers_of
 from holdfast.stage.save_task import SaveTask
 from holdfast.stage.staging import AveragePart
 from holdfast.state.named_entries import NamedSnapshot
-from holdfast.state.train_state import EXTRA, MASTER
+from holdfast.state.optimizer_wrappers import innermost
+from holdfast.state.train_state import EXTRA, MASTER, GroupLeaves
 from holdfast.threads.latch import Latch
 from holdfast_formats.disk import state_json
 from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, InvalidRequest, StateMismatch
@@ -112,7 +113,9 @@ class Averaging:
         self._number = self._skipped = self._lost = 0
         self._step = 0
         self._stepped: set[int] = set()
+        self._begun = False
         self.refuse_own()
+        self._refuse_none()
 
     @property
     def n(self) -> int:
@@ -167,6 +170,30 @@ class Averaging:
                 "the state has an entry for the group 'ema', which ema= saves as well",
                 hint="take the entry out of the state, or leave ema= out",
             )
+
+    def _refuse_none(self) -> None:
+        """`InvalidRequest` if the state has no such group, and none can come with the first step, as masters may."""
+        of = self._of.state
+        optimizers = innermost(of.state)
+        own = all(type(one).__module__.startswith("torch.optim.") for one in optimizers)  # they never make masters
+        if optimizers and self._ema.of not in of.groups() and (own or self._ema.of != MASTER):
+            raise self._lacking()
+
+    def _held(self) -> GroupLeaves:
+        """The tensors of the averaged group; `InvalidRequest` if there are none."""
+        held = self._of.state.held(self._ema.of)
+        if not held.leaves:
+            raise self._lacking()
+        return held
+
+    def _lacking(self) -> InvalidRequest:
+        groups = ", ".join(self._of.state.groups())
+        return InvalidRequest(
+            f"Ema(of={self._ema.of!r}): the state has no tensor in this group",
+            hint="average the weights themselves: Ema(of='model')"
+            if self._ema.of == MASTER
+            else f"average another group of the state: {groups}",
+        )
 
     def goes_on_from(self, step: int) -> None:
         """The state is that of this step."""
@@ -256,6 +283,9 @@ class Averaging:
 
     def _count(self, skip: bool) -> None:
         self._step += 1
+        if not self._begun:  # the state is complete now
+            self._held()
+            self._begun = True
         if self._step % self._ema.every:
             return
         try:
@@ -300,20 +330,10 @@ class Averaging:
 
     def _present(self) -> AverageLayout:
         """The group's layout now. `StateMismatch` if its tensors differ from those of the average."""
-        of = self._of
-        held = of.state.held(self._ema.of)
-        known = self._layout
+        of, held, known = self._of, self._held(), self._layout
         same = known is not None and len(known.leaves) == len(held.leaves)
         if known is not None and same and all(map(is_, known.leaves, held.leaves)):
             return known
-        if not held.leaves:
-            other = "model" if self._ema.of == MASTER else ", ".join(of.state.groups())
-            raise InvalidRequest(
-                f"Ema(of={self._ema.of!r}): the state has no tensor in this group",
-                hint=f"average another group: Ema(of={other!r}) averages the weights themselves"
-                if self._ema.of == MASTER
-                else f"groups of the state: {other}",
-            )
         judge = background_safe.Judge(of.state.state, of.fenced)
         layout = average_layout.lay_out(held.leaves, held.aliases, buffers_of(of.state.state), judge, of.file_bytes_max)
         if known is not None and layout.digest != known.digest:

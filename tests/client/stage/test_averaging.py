@@ -245,12 +245,11 @@ def test_what_cannot_be_averaged_is_refused_by_name(daemon: RunningDaemon, run: 
     trainer = Trainer()
     with pytest.raises(InvalidRequest, match="group 'ema'"):
         Checkpointer(run, {**trainer.state, "ema": {"w": torch.ones(1)}}, at=daemon.socket, ema=WEIGHTS)
-    with Checkpointer(run, trainer.state, at=daemon.socket, ema=Ema(every=1)) as checkpointer:
-        with pytest.raises(InvalidRequest, match="no tensor in this group") as refused:
-            trainer.train(range(1, 2), checkpointer)
-        assert "of='model'" in refused.value.hint
-        with pytest.raises(InvalidRequest, match="counted already"):
-            checkpointer.ema.update()
+    with (
+        Checkpointer(run, trainer.state, at=daemon.socket, ema=WEIGHTS) as checkpointer,
+        pytest.raises(InvalidRequest, match="counted already"),
+    ):
+        checkpointer.ema.update()
     doubles = {"model": {"w": torch.ones(3, dtype=torch.float64)}}
     checkpointer = Checkpointer(run, doubles, at=daemon.socket, ema=WEIGHTS)
     with checkpointer, pytest.raises(InvalidRequest, match="model/w"):
@@ -258,6 +257,27 @@ def test_what_cannot_be_averaged_is_refused_by_name(daemon: RunningDaemon, run: 
     without = Checkpointer(run, doubles, at=daemon.socket)
     with without, pytest.raises(InvalidRequest, match="has no average"):
         _ = without.ema
+
+
+class Own(torch.optim.AdamW):
+    """Of the user's own, so that it may make masters in its first step, as apex does."""
+
+
+@pytest.mark.parametrize("of", ["master", "modle"])
+def test_a_group_that_is_not_there_is_refused_as_soon_as_that_is_known(daemon: RunningDaemon, run: str, of: str) -> None:
+    """At once, with what to average; of optimizers that may make masters, after the first step."""
+    trainer = Trainer()
+    with pytest.raises(InvalidRequest, match=f"'{of}'.* no tensor in this group") as refused:
+        Checkpointer(run, trainer.state, at=daemon.socket, ema=Ema(of=of))
+    assert "model" in refused.value.hint
+    without = Checkpointer(run, {"model": trainer.model}, at=daemon.socket, ema=Ema(of=of))
+    with without, pytest.raises(InvalidRequest, match="no tensor in this group"):
+        without.ema.update()
+    if of == "master":
+        trainer.optim = trainer.state["optim"] = Own(trainer.model.parameters())
+        later = Checkpointer(run, trainer.state, at=daemon.socket, ema=Ema(of=of, every=10))
+        with later, pytest.raises(InvalidRequest, match="no tensor in this group"):
+            trainer.train(range(1, 2), later)
 
 
 @pytest.mark.parametrize(
