@@ -203,7 +203,8 @@ class TrainState:
             text = f"left out because the module lists them in _keys_to_ignore_on_save: {', '.join(ignored)}"
             whole = whole._replace(notes=(LeftOutNote(text),))
         if EXTRA in whole.groups:
-            notes = (*entries.notes_of(self.state), *self.unsaved.others.notes(), *unsaved.notes_of(self.unsaved.last))
+            strangers = (*self.unsaved.others.notes(), *self.unsaved.scalers.notes())
+            notes = (*entries.notes_of(self.state), *strangers, *unsaved.notes_of(self.unsaved.last))
             whole = whole._replace(notes=(*whole.notes, *notes))
         if self.declared is not None:
             whole = whole._replace(notes=(*whole.notes, *self.declared.check_now(whole.groups)))

@@ -13,7 +13,7 @@ from holdfast.integrations.paddle.fleet.ranks import RankTensor, announce, of_al
 from holdfast.integrations.paddle.fleet.wrappers import innermost, unwrapped
 from holdfast.integrations.paddle.layouts import form_of
 from holdfast.integrations.paddle.optimizer import PaddleOptimizer
-from holdfast.integrations.paddle.other_optimizers import OtherOptimizers
+from holdfast.integrations.paddle.others import Others
 from holdfast.integrations.paddle.random_streams import PaddleStreams
 from holdfast.integrations.paddle.versions import check_version
 from holdfast.integrations.paddle.views import LayerViews, is_parameter
@@ -58,8 +58,8 @@ def state(model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any 
         objects, layers = _as_adapter(objects), _as_adapter(layers)
     places = _Places(layers)
     rest = {key: value for key, value in objects.items() if key not in layers}
-    others = OtherOptimizers(rest, places)
-    optimizers = {key: PaddleOptimizer(value, places, others.left_out) for key, value in rest.items() if _is_optimizer(value)}
+    others = Others(rest, places)
+    optimizers = {key: PaddleOptimizer(value, places, others) for key, value in rest.items() if _is_optimizer(value)}
     ranks = announce()
     if ranks is not None:
         _exchange(ranks, layers, optimizers)

@@ -8,7 +8,7 @@ the steps of the optimizer are counted on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from holdfast.integrations.paddle.fleet.ranks import RankTensor
 from holdfast.integrations.paddle.fleet.sharding import OptimizerSharding, Stepped
 from holdfast.integrations.paddle.hyper_parameters import ParameterGroup
 from holdfast.integrations.paddle.kept_state import MASTER, STEP, KeptState, Places
+from holdfast.integrations.paddle.others import Others
 from holdfast.integrations.paddle.parameter_parts import ParameterPart, ParameterParts
 from holdfast.state.optimizer_shards import OptimizerShards
 from holdfast.state.state_tensors import MASTER_KEYS
@@ -39,15 +40,16 @@ class PaddleOptimizer:
     """An optimizer of Paddle, as the entry `shards` of a state.
 
     `places` returns the place of every parameter of the state in the whole one, with its stored name, by Paddle's name of
-    it. An optimizer that fleet has wrapped is divided among ranks as `OptimizerSharding` says. `left_out` is for
-    `OptimizerShards`.
+    it. An optimizer that fleet has wrapped is divided among ranks as `OptimizerSharding` says. `others` gets what
+    takes steps and is not in the state.
     """
 
-    def __init__(self, optimizer: Any, places: Places, left_out: Callable[[], list[str]]) -> None:
+    def __init__(self, optimizer: Any, places: Places, others: Others) -> None:
         """Raises `InvalidRequest` for optimizers whose state is not all in accumulators, or cannot be placed."""
         self._sharding = OptimizerSharding(optimizer)
         self.optimizer = self._sharding.inner
         _refuse(self.optimizer)
+        self._others = others
         self._fence = fence = fence_of(self.optimizer)
         self._kept = kept = KeptState(self._sharding, places, fence.expect)
         self._parts = ParameterParts(self._sharding, lambda stepped: bool(kept.held(stepped)))
@@ -64,7 +66,7 @@ class PaddleOptimizer:
             new=self.new,
             makes_masters=True,
             check=self.check,
-            left_out=left_out,
+            left_out=others.left_out,
         )
 
     def groups(self) -> list[dict[str, Any]]:
@@ -184,6 +186,7 @@ class PaddleOptimizer:
         self._drop_unfilled()
 
     def _after_step(self, *_: object) -> None:
+        self._others.own_stepped(self.optimizer)
         skipped = self.optimizer._get_auxiliary_var("found_inf")
         if skipped is None or not bool(skipped):
             self._kept.steps.count()

@@ -7,14 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
 from holdfast.left_out import LeftOutNote
 from holdfast.state import optimizer_wrappers
 from holdfast.state.named import modules_of
 from holdfast.state.untracked.ownership import is_of_framework
 
-_KNOWN = (bool, int, float, str, type(None), torch.Tensor)
+# Of the user's own classes too; a StatefulDataLoader is a DataLoader.
+_KNOWN = (bool, int, float, str, type(None), torch.Tensor, torch.amp.GradScaler, LRScheduler, DataLoader)
 
 
 class OtherOptimizers:

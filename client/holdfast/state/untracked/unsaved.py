@@ -20,6 +20,7 @@ from holdfast.state.untracked.buffers import Buffers
 from holdfast.state.untracked.gradients import Gradients
 from holdfast.state.untracked.optimizer_numbers import NamedOwner, is_number, owners
 from holdfast.state.untracked.other_optimizers import OtherOptimizers
+from holdfast.state.untracked.scalers import Scalers
 from holdfast.state.untracked.settings import Settings
 from holdfast.state.untracked.stored import AlreadyStored
 from holdfast.state.untracked.traces import ForwardTracer, is_object
@@ -45,7 +46,7 @@ class Unsaved:
         self._state, self._stored = state, AlreadyStored(state)
         self._attributes, self._buffers = Attributes(ForwardTracer(self._stored.has)), Buffers()
         self._settings = Settings()
-        self.gradients, self.others = Gradients(state), OtherOptimizers(state)
+        self.gradients, self.others, self.scalers = Gradients(state), OtherOptimizers(state), Scalers(state)
         self.last: Mapping[str, Any] = {}  # what the last save left out
 
     def record(self) -> None:
@@ -88,6 +89,7 @@ class Unsaved:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record what an optimizer has used."""
         self.gradients.stepped(optimizer)
+        self.scalers.stepped(optimizer)
         self._settings.stepped()
 
     def before_refresh(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from holdfast import Checkpointer
 from holdfast.left_out import LeftOutNote, LeftOutWarning
@@ -60,6 +61,15 @@ class Trainer:
 
     def load_state_dict(self, state: Any) -> None:
         self.optimizer.load_state_dict(state)
+
+
+class StatefulLoader(DataLoader[int]):
+    """As torchdata has it."""
+
+    def state_dict(self) -> Any:
+        return {"position": 0}
+
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 def test_an_optimizer_that_was_constructed_again_is_named() -> None:
@@ -117,6 +127,20 @@ def test_one_inside_of_an_entry_is_not_named(entries: Callable[[torch.optim.Opti
     others = OtherOptimizers({"model": model, **given})
     stepped(inner)
     assert list(others.notes()) == []
+
+
+class Slow(torch.optim.lr_scheduler.StepLR):
+    """A scheduler of the user's own class, which holds an optimizer, and saves none."""
+
+
+@pytest.mark.parametrize("made", [lambda own: Slow(own, 2), lambda own: StatefulLoader([1])], ids=["scheduler", "loader"])
+def test_schedulers_and_loaders_of_the_users_own_hold_none(made: Callable[[torch.optim.Optimizer], Any]) -> None:
+    model = network()
+    own = torch.optim.AdamW(model.parameters())
+    others = OtherOptimizers({"model": model, "optim": own, "more": made(own)})
+    again = stepped(torch.optim.AdamW(model.parameters()))
+    assert len(list(others.notes())) == 1
+    del again
 
 
 def test_the_hook_keeps_no_state_alive() -> None:

@@ -1,4 +1,4 @@
-"""An optimizer of Paddle that trains the state's parameters and is not in the state is named by each save."""
+"""An optimizer and a scaler of Paddle that train what is in a state, and are not in it, are named by each save."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from holdfast import LeftOutWarning
 from holdfast.integrations import paddle as holdfast_paddle
 from holdfast.left_out import LeftOutNote
 from holdfast.state.train_state import TrainState
+from tests.integrations.paddle.train import scaler_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:::paddle")
 paddle.set_device("cpu")
@@ -90,7 +91,11 @@ def test_nothing_is_named_without_need() -> None:
     before = stepped(model, adam(model.parameters()))
     state, of_critic, weights = heard(model, own), heard(other, critic), heard(model, None)
     both = heard(model, own, other=other, second=critic)
-    kept = [stepped(model, own), stepped(other, critic), stepped(model, paddle.optimizer.SGD(0.1, parameters=model.parameters()))]
+    kept = [
+        stepped(model, own),
+        stepped(other, critic),
+        stepped(model, paddle.optimizer.SGD(0.1, parameters=model.parameters())),
+    ]
     assert [noted(one) for one in (state, of_critic, weights, both)] == [[], [], [], []]
     kept += [before, stepped(model, adam(model.parameters()))]
     assert [len(noted(one)) for one in (state, of_critic, weights, both)] == [1, 0, 0, 1], "of the last one alone"
@@ -122,6 +127,50 @@ def test_a_save_warns_of_it(tmp_path: Path) -> None:
     model = network()
     with holdfast_paddle.attach(model, adam(model.parameters()), "run", at=tmp_path) as attached:
         again = stepped(model, adam(model.parameters()))
-        with pytest.warns(LeftOutWarning, match="what the AdamW that steps 0.bias and 3 more keeps, because .* attach again"):
+        with pytest.warns(
+            LeftOutWarning, match="what the AdamW that steps 0.bias and 3 more keeps, because .* attach again"
+        ):
             attached.save(1, wait="durable")
         stepped(model, again)
+
+
+@pytest.mark.parametrize("method", ["step", "minimize"])
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        (lambda own: {}, True),
+        (lambda own: {"scaler": scaler_of("half")}, True),
+        (lambda own: {"scaler": own}, False),
+        (lambda own: {"more": {"amp": own}}, False),
+        (lambda own: {"more": {"trainer": Trainer(own)}}, False),
+    ],
+    ids=["none", "another", "given", "under its own name", "inside an object"],
+)
+def test_a_scaler_that_is_not_in_the_state_is_named(
+    tmp_path: Path, entries: Callable[[Any], dict[str, Any]], named: bool, method: str
+) -> None:
+    """Not a disabled one, and not that of an optimizer outside the state."""
+    model, other = network(), network()
+    scaler, elsewhere = scaler_of("half"), scaler_of("half")
+    optimizer, critic = adam(model.parameters()), adam(other.parameters())
+    with holdfast_paddle.attach(model, optimizer, "run", at=tmp_path, **entries(scaler)) as attached:
+        scaled(model, optimizer, scaler_of("plain"), method)
+        scaled(other, critic, elsewhere, method)
+        assert not any("GradScaler" in note for note in attached.save(1, wait="durable").notes)
+        scaled(model, optimizer, scaler, method)
+        if not named:
+            assert not any("GradScaler" in note for note in attached.save(2, wait="durable").notes)
+            return
+        with pytest.warns(LeftOutWarning, match=r"the GradScaler that steps the AdamW, .* attach\(…, scaler=scaler\)"):
+            attached.save(2, wait="durable")
+
+
+def scaled(model: Any, optimizer: Any, scaler: Any, method: str) -> None:
+    loss = scaler.scale(loss_of(model))
+    loss.backward()
+    if method == "step":
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        scaler.minimize(optimizer, loss)
+    optimizer.clear_grad()

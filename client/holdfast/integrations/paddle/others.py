@@ -1,4 +1,6 @@
-"""Notes an optimizer of Paddle that trains parameters of the state and is not in it, such as one that was constructed again."""
+"""Notes what trains parameters of a state and is not in it: an optimizer of Paddle, such as one that was constructed again,
+and a gradient scaler.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +12,51 @@ from typing import Any
 from holdfast.integrations.paddle.fleet.places import ParameterPlace
 from holdfast.integrations.paddle.fleet.wrappers import innermost
 from holdfast.state.untracked.other_optimizers import may_hold_one
+from holdfast.state.untracked.scalers import caller, left_out
 
-_states: weakref.WeakSet[OtherOptimizers] = weakref.WeakSet()  # all that note steps
+_states: weakref.WeakSet[Others] = weakref.WeakSet()  # all that note steps
 
 
-class OtherOptimizers:
-    """Every optimizer of Paddle that has taken a step since the state was given, as long as it lives.
+class Others:
+    """Every optimizer of Paddle that has taken a step since the state was given, and every scaler by which one of the state
+    has, as long as they live.
 
-    `given` are the objects of Paddle in the state, and `places` is as for `PaddleOptimizer`.
+    `given` are the objects in the state, and `places` is as for `PaddleOptimizer`.
     """
 
     def __init__(self, given: Mapping[str, Any], places: Callable[[], Mapping[str, ParameterPlace]]) -> None:
+        from paddle.amp import AmpScaler
+        from paddle.optimizer.lr import LRScheduler
+
         self._places = places
         self._own = {id(innermost(one)) for one in given.values()}
-        self._hidden = any(map(may_hold_one, given.values()))
+        self._scalers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        rest = (one for one in given.values() if not isinstance(one, AmpScaler | LRScheduler))
+        self._hidden = any(map(may_hold_one, rest))
         self.stepped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         _hear()
         _states.add(self)
 
+    def own_stepped(self, optimizer: Any) -> None:
+        """Note the scaler that takes this step of an optimizer of the state."""
+        from paddle.amp import AmpScaler, GradScaler
+
+        scaler = caller({AmpScaler.minimize.__code__, GradScaler.step.__code__})
+        if scaler is not None and scaler.is_enable():
+            self._scalers[scaler] = type(optimizer).__name__
+
     def left_out(self) -> list[str]:
-        """A sentence on each optimizer that keeps something of a parameter of the state, and would be lost."""
+        """A sentence on each optimizer that keeps something of a parameter of the state, and on a scaler, that would be
+        lost.
+        """
         others = [other for name, other in list(self.stepped.items()) if name not in self._own]
-        if not others or self._hidden:
+        scaled = [kind for scaler, kind in list(self._scalers.items()) if id(scaler) not in self._own]
+        if self._hidden or not (others or scaled):
             return []
         named = [(other, self._kept(other)) for other in others]
-        return [_sentence(type(other).__name__, kept) for other, kept in named if kept]
+        texts = [_sentence(type(other).__name__, kept) for other, kept in named if kept]
+        pass_it = "pass it too, state(…, scaler=scaler) or attach(…, scaler=scaler)"
+        return [*texts, *(f"{left_out(kind)}: {pass_it}" for kind in scaled[:1])]
 
     def _kept(self, optimizer: Any) -> list[str]:
         """The stored names of the parameters of which an optimizer keeps something, in order."""
@@ -47,9 +69,8 @@ class OtherOptimizers:
 def _sentence(kind: str, kept: list[str]) -> str:
     rest = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
     return (
-        f"not saved: what the {kind} that steps {kept[0]}{rest} keeps, because it is not in the state: give it too, "
-        "state(model, optimizer, second=other) or more={'second': other} of attach(); after an optimizer is constructed "
-        "again, attach again"
+        f"not saved: what the {kind} that steps {kept[0]}{rest} keeps, because it is not in the state: pass it too, "
+        "state(…, second=other) or attach(…, more={'second': other}); after an optimizer is constructed again, attach again"
     )
 
 
