@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import holdfast
 from holdfast import Checkpointer, ParallelLayout
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, StateMismatch
@@ -175,6 +176,52 @@ def test_what_cannot_be_saved_stages_nothing(daemon: RunningDaemon) -> None:
         with pytest.raises(InvalidRequest, match=r"line 1, `a -> b, slice=\[0:2\]`: the elements outside a slice are lost"):
             checkpointer.save(1)
         assert checkpointer.restore() == 0
+
+
+class Apart:
+    """Query, key and value of one shape, which a checkpoint has as one tensor, with AdamW after a step."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "qkv"})
+        self.optim = torch.optim.AdamW(self.model.parameters())
+        self.model["q"](self.model["k"](self.model["v"](torch.randn(2, 4)))).sum().backward()
+        self.optim.step()
+
+    def checkpointer(self, daemon: RunningDaemon, run: str, statements: str) -> Checkpointer:
+        state = {"model": self.model, "optim": self.optim}
+        return Checkpointer.alone(run, state, at=daemon.socket, layout=ParallelLayout("", program=apart(statements)))
+
+
+def apart(statements: str) -> str:
+    return f"name = 'mine'\nfrom = 'fused'\nto = 'apart'\nstatements = '''\n{statements}\n'''"
+
+
+@pytest.mark.parametrize("group", ["model", "optim"])
+def test_another_order_of_equal_parts_is_refused(daemon: RunningDaemon, group: str) -> None:
+    """Before anything changes, by a restore and by a shard; the error names the tensor and both orders."""
+    first, second, run = Apart(1), Apart(2), f"apart-{group}"
+    with first.checkpointer(daemon, run, "qkv.weight -> q.weight, k.weight, v.weight") as checkpointer:
+        checkpointer.save(1, wait="durable")
+    kept = [tensor.clone() for tensor in second.model.state_dict().values()]
+    other = "qkv.weight -> k.weight, q.weight, v.weight"
+    with (
+        second.checkpointer(daemon, run, other) as checkpointer,
+        pytest.raises(StateMismatch, match="qkv") as refused,
+    ):
+        checkpointer.restore(groups=(group,))
+    assert "was saved as q.weight + k.weight + v.weight #" in refused.value.detail
+    assert "would restore it as k.weight + q.weight + v.weight #" in refused.value.detail
+    assert all(map(torch.equal, second.model.state_dict().values(), kept))
+    with holdfast.open(f"{run}@1", root=daemon.root) as checkpoint:
+        with pytest.raises(StateMismatch, match=r"as k\.weight \+ q\.weight"):
+            checkpoint.shard("", rank=0, group=group, program=apart(other))
+        assert checkpoint.shard("", rank=0, group=group, program=apart(other).replace("apart", "others"))
+    alike = "qkv.weight -> rest, v.weight, sizes=[8,4]\nrest -> q.weight, k.weight"
+    with second.checkpointer(daemon, run, alike) as checkpointer:
+        assert checkpointer.restore() == 1
+    for one, two in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, two) and torch.equal(first.optim.state[one]["exp_avg"], second.optim.state[two]["exp_avg"])
 
 
 def test_fully_sharded_ranks(daemon: RunningDaemon) -> None:

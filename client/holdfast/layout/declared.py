@@ -78,6 +78,7 @@ class DeclaredLayout:
         self.layout, self.rank, self.config = layout, rank, config
         self.program: Program | None = None
         self.compiled: CompiledProgram | None = None  # for the checkpoint of the last call of `inward`
+        self.for_one_rank: CompiledProgram | None = None  # the same, with results as one rank has them
         self._auto = program == AUTO
         self._extra = rules_choice.read_rules(rules)
         self._go_through(None if isinstance(program, str) else program)
@@ -176,6 +177,7 @@ class DeclaredLayout:
             sizes = stored.config or self.config or {}
             stored, ties = with_tied(stored, rules, self.program)
             self.compiled = compile_program(self.program, remade.keyed(stored.specs), sizes)
+            self.for_one_rank = remade.for_one_rank(self.program, stored.specs, sizes, self.compiled)
             return through_program(self.compiled, stored, LayoutPart(self.layout, self.rank, wanted, rules), live, ties)
         layout = declared.with_forms(self.layout, live.parameters, rules)
         order = _order(live.parameters, rules)
@@ -321,8 +323,7 @@ class DeclaredLayout:
         alone = all(leaf.alone for leaf, _ in sources)
         frozen = all(leaf.frozen for leaf, _ in sources)
         held = tuple(pieces.values())
-        turned = self._saved is not None and self._saved.turns(spec)
-        placement = placements.of_shape(self._placement, spec.shape, turned)
+        placement = self._placement + ("" if self._saved is None else self._saved.division(spec))
         return Leaf(spec.group, spec.name, spec.dtype, spec.shape, held, placement, alone=alone, frozen=frozen)
 
 

@@ -114,9 +114,10 @@ class SavedPlaces:
         ties = {alias: name for alias, name in known.items() if any(alias in one.stored for one in whole_tensors.values())}
         return {name: one.tied(ties) for name, one in whole_tensors.items()}, ties
 
-    def turns(self, spec: TensorSpec) -> bool:
-        """Whether the live tensors have the dimensions of this stored one in another order."""
-        return owner_of(spec.group, spec.name) in self._saved.turned
+    def division(self, spec: TensorSpec) -> str:
+        """What the placement of a stored tensor says of how it is divided; "" if it has another shape than the weight."""
+        owner = owner_of(spec.group, spec.name)
+        return self._saved.divisions.get(owner, "") if spec.shape == self._saved.stored.get(owner) else ""
 
     def kept(self, local: Specs, live: Live) -> Places:
         rules = self._rules()

@@ -220,14 +220,14 @@ def _shown(what: str, size: int, rank: int) -> Iterator[Callable[[int], None]]:
 
 
 def _check_program(state: TrainState, manifest: Manifest, wanted: Set[Key]) -> None:
-    """Check a mapping program's assumptions about these tensors' groups, and that it turns the tensors as when they were
+    """Check a mapping program's assumptions about these tensors' groups, and that it divides the tensors as when they were
     saved, before anything is overwritten.
     """
     declared = state.declared
-    if declared is not None and declared.program is not None and declared.compiled is not None:
+    if declared is not None and declared.program and declared.compiled and declared.for_one_rank:
         for group in {group for group, _ in wanted} & manifest.tensors.keys():
             remade.check_assumed(manifest, group, declared.compiled)
-        remade.check_turned(manifest, wanted, declared.compiled, declared.program)
+        remade.check_divisions(manifest, wanted, declared.for_one_rank, declared.program)
 
 
 def _nothing() -> None: ...

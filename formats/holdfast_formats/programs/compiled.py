@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.box_moves import MappedTensor
 from holdfast_formats.mapping.listing import TensorKey
+from holdfast_formats.programs.arrangement import Arrangement
 from holdfast_formats.tensors import TensorSpec
 
 _OTHER_PROGRAM = "choose another program: this one does not fit the checkpoint"
@@ -45,7 +46,8 @@ class CompiledProgram(NamedTuple):
     """Checked results: every element is written once, and every source element is used or listed in `lost`.
 
     The tensors of each of `equal` must hold the same bytes, and those of `zeros` only zeros, which is checked before the
-    work. `names` maps each parameter to its results, for documents that name parameters.
+    work. `names` maps each parameter to its results, for documents that name parameters, and `arranged` has the results of
+    parameters alone.
     """
 
     program: str
@@ -56,6 +58,7 @@ class CompiledProgram(NamedTuple):
     equal: tuple[tuple[TensorKey, ...], ...]
     zeros: tuple[TensorKey, ...]
     names: Mapping[str, tuple[str, ...]]
+    arranged: Mapping[str, Arrangement]
     notes: tuple[str, ...] = ()
 
     def check_assumed(self, equal: Callable[[TensorKey, TensorKey], bool], zeros: Callable[[TensorKey], bool]) -> None:

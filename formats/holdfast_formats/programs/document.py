@@ -16,6 +16,7 @@ from holdfast_formats.programs.names import NameIndex
 from holdfast_formats.programs.statements import ProgramStatement, parse_statements
 
 TEXT_BYTES_MAX = 2**24
+_FUSED_BY_RANK = frozenset({"fused_qkv_old", "fused_ffn"})
 
 Text = Annotated[str, Meta(min_length=1, max_length=512)]
 Words = Annotated[list[Text], Meta(max_length=64)]
@@ -52,6 +53,11 @@ class Program(NamedTuple):
     back: tuple[ProgramStatement, ...] | None = None
     about: str = ""
 
+    def for_one_rank(self) -> Program:
+        """The program whose results are fused for one rank: how a live tensor is fused by rank depends on the mesh."""
+        statements = tuple(_for_one_rank(one) for one in self.statements)
+        return self if statements == self.statements else self._replace(statements=statements)
+
     def takes(self, name: str) -> bool:
         """Whether a statement refers to a checkpoint's tensor of this name."""
         index = NameIndex([name])
@@ -62,6 +68,13 @@ class Program(NamedTuple):
             or (operand.pattern is not None and any(index.find(operand.pattern)))
             for operand in operands
         )
+
+
+def _for_one_rank(one: ProgramStatement) -> ProgramStatement:
+    if not one.words & _FUSED_BY_RANK or len(one.right) > 1:
+        return one
+    of_results = "ranks" if len(one.left) > 1 else "dst_ranks"
+    return one._replace(numbers={name: number for name, number in one.numbers.items() if name != of_results})
 
 
 _convert = converter(ProgramText)

@@ -55,6 +55,7 @@ class FollowingTensors:
             equal=tuple(self._equal),
             zeros=tuple(self._asserted(planes)),
             names=self._names(),
+            arranged=self._around.held,
             notes=tuple(f"{name!r} is used more than once" for name in dict.fromkeys(self._around.copied)),
         )
 

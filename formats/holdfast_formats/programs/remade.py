@@ -8,7 +8,7 @@ a shard consists of parts of stored tensors, as without a program.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple
@@ -51,8 +51,8 @@ def remade_holdings(
     """What every rank of a layout holds of a group of a checkpoint, as `program` makes it; `config` is its config.json.
 
     Raises `InvalidRequest` for a layout with fused forms, which only the program may set; `StateMismatch`, with tensor and
-    numbers, if program, layout and checkpoint do not fit, and if tensors that the program requires to be equal, or zeros,
-    are not.
+    numbers, if program, layout and checkpoint do not fit, if tensors that the program requires to be equal, or zeros, are
+    not, and if a program between the same two systems divided them in another way when they were saved.
     """
     if group not in manifest.tensors:
         raise NoSuchResource(
@@ -65,6 +65,9 @@ def remade_holdings(
     }
     compiled = compile_program(program, keyed(specs), config or {})
     check_assumed(manifest, group, compiled)
+    check_divisions(
+        manifest, ((group, name) for name in specs[group]), for_one_rank(program, specs, config, compiled), program
+    )
     return rank_tensors.of_manifest(manifest, group, layout, config, extra, RemadeTensors(compiled, group, specs[group]))
 
 
@@ -94,18 +97,30 @@ def check_assumed(manifest: Manifest, group: str, program: CompiledProgram) -> N
     )
 
 
-def check_turned(
-    manifest: Manifest, wanted: Collection[tuple[str, str]], compiled: CompiledProgram, program: Program
+def for_one_rank(
+    program: Program, specs: Mapping[str, Specs], config: Mapping[str, Any] | None, compiled: CompiledProgram
+) -> CompiledProgram:
+    """The program for these tensors with results as one rank has them, given it with those of a layout's ranks."""
+    alike = program.for_one_rank()
+    return compiled if alike is program else compile_program(alike, keyed(specs), config or {})
+
+
+def check_divisions(
+    manifest: Manifest, wanted: Iterable[tuple[str, str]], of_one: CompiledProgram, program: Program
 ) -> None:
     """`StateMismatch` for one of these tensors, by group and name, that was saved through a program between the same two
-    systems, which had its dimensions in another order.
+    systems, which divided it in another way; `of_one` is the program `for_one_rank`.
     """
-    for mapped in compiled.tensors.values():
-        for move in mapped.moves:
-            group, name = move.source
-            entry = manifest.tensors.get(group, {}).get(name)
-            if entry is not None and (group, name) in wanted:
-                placements.check(entry, name, program, move.turns)
+    uses = placements.uses_of(of_one.arranged)
+    divisions: dict[tuple[str, Shape], placements.Division] = {}  # a weight's masters and moments are divided as it is
+    for group, name in wanted:
+        entry = manifest.tensors.get(group, {}).get(name)
+        owner = split_key(name, group == KEYED_GROUP)[0]
+        if entry is None or owner not in uses:
+            continue
+        if (owner, entry.shape) not in divisions:
+            divisions[owner, entry.shape] = placements.division(entry.shape, uses[owner])
+        divisions[owner, entry.shape].check(entry, name, program)
 
 
 class RemadeTensors:

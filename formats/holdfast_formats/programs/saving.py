@@ -23,6 +23,7 @@ from holdfast_formats.layout.rules import Rules
 from holdfast_formats.layout.rules.expressions import sizes_for
 from holdfast_formats.mapping.box_moves import BoxMove
 from holdfast_formats.mapping.listing import TensorKey
+from holdfast_formats.programs import placements
 from holdfast_formats.programs.compilation import arranged
 from holdfast_formats.programs.compiled import CompiledProgram
 from holdfast_formats.programs.document import Program
@@ -82,7 +83,7 @@ class SavedProgram:
         self.stored: dict[str, Shape] = {}  # the stored parameters that are known, by name
         self._learned: dict[str, Shape] = {}
         self.restored = False  # whether they are all of a checkpoint's
-        self.turned: frozenset[str] = frozenset()  # stored parameters whose dimensions are in another order in the live ones
+        self.divisions: Mapping[str, str] = {}  # of each stored parameter: what a placement says of how it is divided
         self._around: Environment | None = None
 
     def learn(self, stored: Mapping[str, Shape], config: Mapping[str, Any] | None) -> bool:
@@ -153,7 +154,8 @@ class SavedProgram:
 
     def _run(self) -> Environment:
         """The statements over the known parameters, which must be used completely."""
-        around = arranged(self._lenient, self.stored, sizes_for(self.program.sizes, self._sizes_of), Ranks())
+        sizes = sizes_for(self.program.sizes, self._sizes_of)
+        around = arranged(self._lenient, self.stored, sizes, Ranks())
         used = Counter[str]()
         for one in around.held.values():
             for move in one.moves:
@@ -169,7 +171,10 @@ class SavedProgram:
                     hint="save with another Checkpointer, in its own run, without program=",
                     tensor=name,
                 )
-        self.turned = frozenset(move.source.name for one in around.held.values() for move in one.moves if move.turns)
+        alike = self._lenient.for_one_rank()
+        compared = around if alike is self._lenient else arranged(alike, self.stored, sizes, Ranks())
+        uses = placements.uses_of(compared.held)
+        self.divisions = {name: placements.division(self.stored[name], of).text for name, of in uses.items()}
         return around
 
     def _back(self, live: Mapping[str, Shape], whole: bool, rules: Rules, cut: bool) -> dict[str, Shape]:

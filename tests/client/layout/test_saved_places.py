@@ -15,11 +15,15 @@ from torch import nn
 from holdfast import Fragment, ParallelLayout
 from holdfast.launch import Launch
 from holdfast.layout.declared import declare
-from holdfast.state.train_state import TrainState
+from holdfast.state.train_state import Snapshot, TrainState
+from holdfast_formats.disk.manifests import TensorEntry
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layout import language
-from holdfast_formats.programs import load
+from holdfast_formats.layout.elements import split_key
+from holdfast_formats.mapping.listing import TensorKey
+from holdfast_formats.programs import compile_program, load, placements
+from holdfast_formats.tensors import TensorSpec
 from tests.client.checkpoint_in_memory import Checkpoint
 from tests.formats.programs.test_remade import LLAMA, MOE, Named, remade, shard, stored
 from tests.layouts import models
@@ -106,7 +110,9 @@ def test_any_mesh_saves_the_checkpoints_own_tensors(name: str, model: models.Mod
     """Names, shapes and every element are those of the checkpoint; nothing appears twice, and nothing is missing."""
     world, whole = language.parse(mesh).mesh.world, model.arrays()
     states = [rank_state(live(shares, name, mesh, rank), model, mesh, rank, name) for rank in range(world)]
-    saved = Checkpoint(*(state.snapshot() for state in states))
+    snapshots = [state.snapshot() for state in states]
+    check_placements(snapshots, name, model)
+    saved = Checkpoint(*snapshots)
     assert {group: set(specs) for group, specs in saved.specs.items() if group != "extra"} == {
         "model": set(whole),
         "master": set(whole),
@@ -117,6 +123,18 @@ def test_any_mesh_saves_the_checkpoints_own_tensors(name: str, model: models.Mod
             np.testing.assert_array_equal(saved.tensors[found, of].numpy(), array * factor, of)
         np.testing.assert_array_equal(saved.tensors["optim", f"{of}/exp_avg"].numpy(), array * 2, of)
         assert saved.tensors["optim", f"{of}/step"].item() == 7
+
+
+def check_placements(snapshots: list[Snapshot], name: str, model: models.Model) -> None:
+    """A world of any mesh may restore what the placements say, and another division would be noticed."""
+    stored = {TensorKey("model", of): TensorSpec("model", of, "F32", array.shape) for of, array in model.arrays().items()}
+    made = compile_program(load(name).for_one_rank(), stored, model.config)
+    uses = placements.uses_of(made.arranged)
+    for leaf in (leaf for snapshot in snapshots for leaf in snapshot.leaves if leaf.group != "extra"):
+        owner, end = split_key(leaf.name, leaf.group == "optim")
+        division = placements.division(leaf.shape, uses[owner])
+        division.check(TensorEntry(leaf.dtype, leaf.shape, "f", 0, (), leaf.placement), owner, load(name))
+        assert leaf.placement.endswith(division.text if end != "/step" else load(name).target)
 
 
 TURNS = [
@@ -366,9 +384,10 @@ def test_nothing_is_worked_out_again() -> None:
     found = rank_state(state, LLAMA, "", 0, "hf-megatron")
     first, second = found.snapshot(), found.snapshot()
     assert all(a is b for a, b in zip(first.leaves[: first.steady], second.leaves, strict=False))
-    assert {leaf.placement for leaf in first.leaves if leaf.group == "model"} == {
-        "through program hf-megatron, hf to megatron"
-    }
+    said = {leaf.name: leaf.placement for leaf in first.leaves if leaf.group == "model"}
+    through = "through program hf-megatron, hf to megatron"
+    assert all(placement.startswith(through) for placement in said.values())
+    assert said["model.norm.weight"] == f"{through}, whole"
     state["optim"].state[next(iter(model.values()))] = {"momentum_buffer": torch.ones(30, 16)}
     third = {leaf.key: leaf for leaf in found.snapshot().leaves}
     assert all(third[leaf.key] is leaf for leaf in first.leaves[: first.steady])

@@ -21,6 +21,7 @@ from holdfast_formats.disk.coded import StoredForm
 from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import CheckpointError, CorruptManifest, LimitExceeded
+from holdfast_formats.programs.placements import on_ranks
 from holdfast_formats.rest.measurements import TensorStatistics
 from holdfast_service.wings.console.viewer_api import PagePart, ViewerApi, at
 
@@ -183,7 +184,7 @@ def stripes(line: TensorLine, mesh: dict[str, int], file_bytes: int, shades: dic
     """The tensor's place in its file. Rows that were sharded along one axis of the mesh are one stripe per rank."""
     entry = line.entry
     start, width = entry.start / file_bytes, entry.nbytes / file_bytes
-    shade = shades[entry.placement]
+    shade = shades[on_ranks(entry.placement)]
     axis = _shared_rows(entry, mesh)
     if axis is None:
         return [Stripe(start, width, entry.placement, shade)]
@@ -205,4 +206,5 @@ def _shared_rows(entry: TensorEntry, mesh: dict[str, int]) -> str | None:
 
 
 def numbered(placements: Iterable[str]) -> dict[str, int]:
-    return {placement: number for number, placement in enumerate(dict.fromkeys(placements))}
+    """Numbers of the placements on the ranks, which say nothing of how a mapping program divides each tensor."""
+    return {placement: number for number, placement in enumerate(dict.fromkeys(map(on_ranks, placements)))}
