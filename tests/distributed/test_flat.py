@@ -31,3 +31,8 @@ def test_restored_from_flat_shards(saved: tuple[RunningDaemon, dict, Path], rank
     found = json.loads(output.with_suffix(".json").read_text())
     assert set(found) == set(expected)
     assert {name: value for name, value in found.items() if value != expected[name]} == {}
+
+
+def test_masters_of_flat_shards(saved: tuple[RunningDaemon, dict, Path]) -> None:
+    """Each rank keeps those of other parameters: restored with the weights alone, and with everything."""
+    launch(2, "tests.distributed.flat_masters_worker", str(saved[0].socket))

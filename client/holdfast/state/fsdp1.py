@@ -48,7 +48,7 @@ def flat_state(module: nn.Module, path: str) -> FlatState:
         for name, value in _fragments(handle):
             found.tensors[_below(prefix, name)] = value
             handled.add(_clean(_below(prefix, name)))
-        if handle.uses_sharded_strategy:
+        if handle.uses_sharded_strategy and _has_run(handle):
             found = found._replace(release=(*found.release, handle._free_unsharded_flat_param))
     for prefix, part in module.named_modules(remove_duplicate=False):
         for name, value in (*part._parameters.items(), *part._buffers.items()):
@@ -85,7 +85,8 @@ def _fragments(handle: Any) -> Iterator[tuple[str, Storable]]:
         values: list[Storable] = list(flat._params)
     else:
         shards = zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True)
-        values = [_fragment(flat._local_shard, *shard) for shard in shards]
+        local = flat._local_shard if _has_run(handle) else flat
+        values = [_fragment(local, *shard) for shard in shards]
     by_name = dict(zip(flat._fqns, values, strict=True))
     yield from by_name.items()
     for shared in flat._shared_param_infos:
@@ -97,6 +98,11 @@ def _fragment(shard: torch.Tensor, parameter: torch.Tensor, shape: torch.Size, i
     low, count = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
     first = info.intra_param_start_idx if info.in_shard else 0
     return Fragment(shard.detach()[low : low + count], shape, flat=(first, first + count), held=parameter)
+
+
+def _has_run(handle: Any) -> bool:
+    """Whether there was a forward pass: the first makes the attributes of a flat parameter. Until then it is the shard."""
+    return hasattr(handle.flat_param, "_local_shard")
 
 
 def _below(path: str, name: str) -> str:

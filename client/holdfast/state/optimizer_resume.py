@@ -52,14 +52,20 @@ def plan(state: OptimizerEntry, stored: OfferedLeaves, selection: Selection, kee
 
 def _claim_masters_elsewhere(state: OptimizerEntry, stored: OfferedLeaves, selection: Selection, plan: PartPlan) -> None:
     """Claim the masters that other ranks keep, such as those of another pipeline stage, when no other state is restored."""
-    if not isinstance(state, ShardedOptimizer) or not state.has_masters():  # a fresh one may yet keep them here
+    if isinstance(state, ShardedOptimizer) and not state.has_masters():  # a fresh one may yet keep them here
         return
     for parameter in state.parameters():
         spec, target = stored.spec(MASTER_GROUP, parameter.name), (MASTER_GROUP, parameter.name)
-        if spec is not None and not parameter.kept and selection.takes(*target):
-            made = parameter.fresh(MASTER_GROUP, torch_dtype(spec[0], parameter.name), spec[1], "")
-            if not any(local.numel() for local in local_tensors(made.value)):
-                plan.claimed.add(target)
+        if spec is not None and not parameter.kept and selection.takes(*target) and _is_elsewhere(parameter, *spec):
+            plan.claimed.add(target)
+
+
+def _is_elsewhere(parameter: Parameter | ShardParameter, dtype: str, shape: Shape) -> bool:
+    """Whether other ranks keep all of the master of a parameter."""
+    if isinstance(parameter, Parameter):
+        return parameter.is_elsewhere
+    made = parameter.fresh(MASTER_GROUP, torch_dtype(dtype, parameter.name), shape, "")
+    return not any(local.numel() for local in local_tensors(made.value))
 
 
 def under_key(stored: OfferedLeaves, keys: Sequence[str]) -> OfferedLeaves:
@@ -278,7 +284,7 @@ class _Resumption:
         assert spec is not None
         dtype = torch_dtype(spec[0], target[1])
         outer, _, attribute = key.rpartition(".")
-        if live is None and target[0] == GROUP and parameter.is_elsewhere:
+        if live is None and parameter.is_elsewhere:
             self.plan.claimed.add(target)  # a rank that never steps a parameter has no state of it
         elif (name, key) in self.live:
             self.plan.want(*target, self.live[name, key].value, self.live[name, key].local)
