@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from holdfast.link import embedded, roots
 from holdfast.link.address import DaemonAddress
 from holdfast.link.unix_socket import SocketLink
 from holdfast.transport import Transport
-from holdfast_formats.errors import CheckpointError, DaemonGone, WrongRoot
+from holdfast_formats.errors import CheckpointError, DaemonGone, NoSpace, WrongRoot
 from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging.wire import Outcome, Welcome
 
@@ -39,7 +39,8 @@ def connect(
     greet: Greet,
     on_stop: Callable[[], object] = bool,
 ) -> DaemonConnection:
-    """Connect to the daemon of this address; start one if `start` allows. `DaemonGone` if there is none.
+    """Connect to the daemon of this address; start one if `start` allows. `DaemonGone` if there is none, `NoSpace` if none
+    starts on a full disk.
 
     At a URL, it uses the socket if that is reachable and the caller's token is for `run`: the socket knows no tokens.
     Otherwise it uses HTTP, where the rank stages into its own memory, and a token for other runs is refused. A daemon
@@ -76,10 +77,19 @@ def connect(
         raise DaemonGone("; ".join([f"no daemon serves {directory}", *notes]), hint="start one with `holdfast serve`")
     try:
         served = embedded.start(directory, wrong, where.bucket)
-    except DaemonGone as error:
+    except (DaemonGone, NoSpace) as error:
         raise closed or error from error.__cause__
     connected = link(served)
     return _greeted(connected, greet, roots.mark(directory))._replace(notes=tuple(notes))
+
+
+@contextmanager
+def none_on_full_disk() -> Iterator[None]:
+    """A successor that does not start on a full disk is one that has not come yet: staged saves wait for it."""
+    try:
+        yield
+    except NoSpace as error:
+        raise DaemonGone(error.detail, hint=error.hint) from error
 
 
 def _at_url(
@@ -124,5 +134,6 @@ def _next_socket(where: DaemonAddress, path: Path) -> Path:
     if where.directory is None:
         return path
     if embedded.is_embedded(path):
-        return embedded.start(where.directory, bucket=where.bucket)
+        with none_on_full_disk():
+            return embedded.start(where.directory, bucket=where.bucket)
     return roots.running_socket(where.directory) or path

@@ -6,6 +6,7 @@ use.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -24,7 +25,7 @@ from typing import IO, BinaryIO
 from holdfast.config import default_socket
 from holdfast.link import roots
 from holdfast_files.objects.address import BucketAddress
-from holdfast_formats.errors import EXIT_STATUS, Conflict, DaemonGone
+from holdfast_formats.errors import EXIT_STATUS, Conflict, DaemonGone, NoSpace
 from holdfast_formats.installing import install
 
 EXIT_WHEN_IDLE_S = 30
@@ -39,6 +40,7 @@ OWN_FILES_BYTES = 2**20  # of the disk, with which a daemon's own files and cata
 _spawning = threading.RLock()
 os.register_at_fork(before=_spawning.acquire, after_in_parent=_spawning.release, after_in_child=_spawning.release)
 _PREFIX = "embedded-"
+_FREE_SPACE = "free space, or keep fewer checkpoints"
 _IN_USE = EXIT_STATUS[Conflict]
 
 
@@ -51,7 +53,7 @@ def start(root: Path, but: Collection[Path] = (), bucket: BucketAddress | None =
     `root` is the directory for what the daemon keeps.
 
     Waits if another process holds the root (a starting daemon, or a tool). Daemons at the sockets `but` serve other
-    roots. Raises `DaemonGone`, with the end of the daemon's log, if none comes up.
+    roots. Raises `DaemonGone`, with the end of the daemon's log, if none comes up; `NoSpace` if the disk is full.
     """
     if importlib.util.find_spec("holdfast_service") is None or importlib.util.find_spec("fastapi") is None:
         raise DaemonGone(
@@ -61,6 +63,8 @@ def start(root: Path, but: Collection[Path] = (), bucket: BucketAddress | None =
     try:
         return _start(root.absolute(), but, bucket)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(f"cannot start an embedded daemon on {root}: {error}", hint=_FREE_SPACE) from error
         raise DaemonGone(
             f"cannot start an embedded daemon on {root}: {error}",
             hint="choose a writable root, and a writable directory as XDG_RUNTIME_DIR if it is set, or start a daemon "
@@ -157,9 +161,10 @@ def _launch(root: Path, socket: Path, limit: float, bucket: BucketAddress | None
         if status is not None or time.monotonic() > limit:
             tail = (root / LOG).read_text(errors="replace")[-1000:]
             what = f"exited with status {status}" if status is not None else f"did not answer within {START_TIMEOUT_S:.0f} s"
-            full = shutil.disk_usage(root).free < OWN_FILES_BYTES  # then the log may lack its end, with the reason
-            hint = f"free space on the full disk of {root}; " if full else ""
-            raise DaemonGone(f"the embedded daemon on {root} {what}: {tail}", hint=f"{hint}its log is {root / LOG}")
+            detail, hint = f"the embedded daemon on {root} {what}: {tail}", f"its log is {root / LOG}"
+            if shutil.disk_usage(root).free < OWN_FILES_BYTES:  # then the log may lack its end, with the reason
+                raise NoSpace(f"the disk of {root} is full: {detail}", hint=f"{_FREE_SPACE}; {hint}")
+            raise DaemonGone(detail, hint=hint)
         time.sleep(POLL_S)
     process.returncode = 0  # it outlives us by design: keep Popen from warning that we did not wait for it
     return None

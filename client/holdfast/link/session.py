@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from holdfast.link import roots
 from holdfast.link.address import DaemonAddress
 from holdfast.link.background_requests import BackgroundRequests
 from holdfast.link.busy_runs import until_free
-from holdfast.link.connect import connect
+from holdfast.link.connect import connect, none_on_full_disk
 from holdfast.link.run_info import RunInfo
 from holdfast.read.bucket_root import BucketRoot
 from holdfast.read.checkpoint_root import CheckpointRoot, root_of
@@ -46,6 +47,7 @@ from holdfast_formats.errors import (
     Damaged,
     DeadlineExceeded,
     InvalidRequest,
+    NoSpace,
     NoSuchCheckpoint,
     StateMismatch,
     from_problem,
@@ -168,7 +170,8 @@ class Session:
         if self._link is not None:
             self._link.close()
         link_events = (self._tickets.outcome, self._tickets.lost)
-        made = connect(self._place, self._who.run, start, link_events, self._greet, self._stop)
+        with nullcontext() if self._welcome is None else none_on_full_disk():
+            made = connect(self._place, self._who.run, start, link_events, self._greet, self._stop)
         for note in (*made.notes, *made.welcome.notices):
             if note not in self.notices:
                 self.warn(note)
@@ -250,7 +253,7 @@ class Session:
         """
         try:
             self.connected(start or healthy)
-        except DaemonGone as gone:
+        except (DaemonGone, NoSpace) as gone:
             root = self._stored
             if root is None or healthy:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 from holdfast.link import embedded
 from holdfast_formats import naming
-from holdfast_formats.errors import DaemonGone
+from holdfast_formats.errors import DaemonGone, NoSpace
 from holdfast_formats.root_files import DaemonFile, decode
 from tests.daemons import WAIT_TIMEOUT_S, runtime_directory, wait_until
 
@@ -115,6 +116,20 @@ def test_a_daemon_that_does_not_start_on_a_full_disk_says_so(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(sys, "executable", "/bin/false")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    with pytest.raises(DaemonGone, match="exited with status 1") as refused:
+    with pytest.raises(DaemonGone if free else NoSpace, match="exited with status 1") as refused:
         embedded.start(tmp_path / "root")
-    assert ("free space on the full disk of" in str(refused.value)) == (free == 0)
+    assert ("free space" in refused.value.hint) == ("is full" in refused.value.detail) == (free == 0)
+    assert "its log is" in refused.value.hint
+
+
+def test_a_disk_that_is_full_before_the_daemon_is_started_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory can be made there; one that may not be made is no full disk."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for number, kind in ((errno.ENOSPC, NoSpace), (errno.EACCES, DaemonGone)):
+
+        def refuse(path: Path, *given: object, number: int = number, **named: object) -> None:
+            raise OSError(number, os.strerror(number), str(path))
+
+        monkeypatch.setattr(Path, "mkdir", refuse)
+        with pytest.raises(kind, match=os.strerror(number)):
+            embedded.start(tmp_path / "root")
