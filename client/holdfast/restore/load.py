@@ -140,7 +140,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     _, launch, session, state, average = rank
     reader.cores, reader.peers = _own_cores(), launch.peers
     layout = None if state.declared is None else state.declared.layout
-    own = state_of_rank(reader.contents, reader.state, launch.rank, state.mesh)
+    own = state_of_rank(reader.contents, reader.state, launch.rank, state.mesh, state.mesh_of_tensors())
     config = None if layout is None else rules_choice.config_of(reader)
     stored = _stored(reader.contents, own, config)._replace(imported=state_json.source_of(reader.state) is not None)
     left_out_notes = _left_out_notes(wanted.exclude, stored, state.groups())

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from holdfast.left_out import LeftOutNote
 from holdfast.state import rng
 from holdfast.state.state_tensors import GROUP as OPTIM
 from holdfast.tensors import optimizer_documents
+from holdfast.tensors.device_meshes import KnownMesh
 from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.layout import successors
@@ -15,6 +17,10 @@ from holdfast_formats.layout.mesh import Mesh
 from holdfast_formats.layout.successors import SavedRankChoice
 from holdfast_formats.staging import replica_claims
 
+_DRAWS = (
+    "Its random streams are mixed with its own number, so ranks of one tensor-parallel group may draw different dropout: "
+    "call the mesh's dimensions tp, dp, dp_replicate, dp_shard, cp and pp, or pass layout=ParallelLayout('tp=…')"
+)
 _OWN_ACCOUNT = f"{rng.GROUP}/{rng.KEY}"  # random streams say themselves what became of them
 
 
@@ -37,17 +43,25 @@ class RankState(NamedTuple):
         return (replica_claims.HOME, apart) if apart in manifest.tensors.get(replica_claims.HOME, {}) else (group, name)
 
 
-def state_of_rank(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) -> RankState:
-    """The part of `state.json` for `rank`; `now` is the mesh of its launch, if that is known.
+def state_of_rank(manifest: Manifest, encoded: bytes, rank: int, stated: Mesh | None, derived: KnownMesh) -> RankState:
+    """The part of `state.json` for `rank`. The mesh of its launch is `stated` by a layout or a framework, or `derived` from
+    the state's tensors.
 
     Optimizer documents of all ranks are merged, because each rank knew only the parameters of its own stage.
     """
-    saved = successors.read(manifest.mesh) if now is not None else None
-    if now is None or saved is None or saved.world != manifest.world:
+    both = _meshes(manifest, stated, derived)
+    if both is None:
         held = state_json.for_rank(encoded, rank)
         notes = [f"{name}: taken from another rank of the saved world" for name in _told(held.remapped)]
+        unclear = derived.unclear
+        if derived.mesh is not None and not _is_counted(derived.mesh):
+            unclear = f"the checkpoint's mesh has the dimensions {tuple(manifest.mesh)}, which do not number its ranks"
+        if stated is None and unclear and rank >= manifest.world:
+            text = f"rank {rank} is new, and it is not known which ranks share tensors: {unclear}"
+            notes.append(LeftOutNote(f"{text}. {_DRAWS}"))
         writer = rank % manifest.world
         return RankState(_merged(encoded, held), None, tuple(notes), writer, writer)
+    saved, now = both
     position, stream = successors.position(saved, now, rank), successors.stream(saved, now, rank)
 
     def heir(group: str, key: str) -> int:
@@ -64,6 +78,26 @@ def state_of_rank(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | Non
         ]
     notes += [f"{name}: its counterpart saved no value; taken from another rank" for name in _told(held.remapped)]
     return RankState(_merged(encoded, held), stream, tuple(notes), position.rank, stream.rank)
+
+
+def _meshes(manifest: Manifest, stated: Mesh | None, derived: KnownMesh) -> tuple[Mesh, Mesh] | None:
+    """The meshes of the saved ranks and of the present ones, if both are known. Ranks that are only counted need none."""
+    saved = successors.read(manifest.mesh)
+    if stated is not None:
+        return None if saved is None or saved.world != manifest.world else (saved, stated)
+    if saved is None:
+        saved = successors.of_dimensions(manifest.mesh, manifest.world)
+    if saved is None and list(manifest.mesh.values()) in ([], [manifest.world]):  # as FSDP2's own, without a name
+        saved = successors.of_dimensions({"dp": manifest.world}, manifest.world)
+    now = derived.mesh
+    if saved is None or now is None or saved.world != manifest.world:
+        return None
+    return None if _is_counted(saved) and _is_counted(now) else (saved, now)
+
+
+def _is_counted(mesh: Mesh) -> bool:
+    """Whether the ranks are numbered by their rows: no two share any."""
+    return mesh.world == successors.indices(mesh)
 
 
 def _of_positions(names: Sequence[str], heir: SavedRankChoice, meshes: tuple[Mesh, Mesh], rank: int) -> list[str]:

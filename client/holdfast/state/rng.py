@@ -188,9 +188,10 @@ class RandomState(NamedTuple):
         plan.actions.append(lambda: self.random.go_on_from(mixed(streams, mixing, further)))
         if mixing != Mixing():
             of = "those of devices" if mixing.process is None else "all of them"
+            what = "of its own place, which it shares with its tensor-parallel group" if stored.stream else "of its own"
             plan.notes.append(
                 f"rank {self.rank} has no saved random states: it uses those of rank {source}, and mixes {of} with a number "
-                "of its own place, which it shares with its tensor-parallel group"
+                f"{what}"
             )
         elif source != self.rank:
             plan.notes.append(

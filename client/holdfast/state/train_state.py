@@ -58,6 +58,7 @@ from holdfast.state.untracked.load_hooks import LoadHooks
 from holdfast.state.untracked.optimizer_numbers import SavedNumbers, WrapperNumbers
 from holdfast.state.untracked.unsaved import Unsaved, UnsavedState
 from holdfast.tensors import sharding_marks
+from holdfast.tensors.device_meshes import KnownMesh, mesh_of
 from holdfast.tensors.fragments import Storable, is_sharded
 from holdfast.tensors.leaves import Content, Key, KnownLeaf, Leaf, OfferedLeaves, PartPlan, Selection, check_groups
 from holdfast.tensors.matching import MatchedLeaves, match_leaves
@@ -183,6 +184,15 @@ class TrainState:
     def groups(self) -> tuple[str, ...]:
         """The groups that this state has now; an optimizer's first step may add `master`."""
         return self._parts().groups
+
+    def mesh_of_tensors(self) -> KnownMesh:
+        """How the ranks are arranged, as far as the device mesh of the state's DTensors tells; a single rank is rank 0."""
+        if self.world == 1:
+            return KnownMesh(None)
+        modules = chain.from_iterable(map(modules_of, self.state.values()))
+        fully_sharded = any(hasattr(inner, "_get_fsdp_state") for module in modules for inner in module.modules())
+        values = (value for part in self._parts().named for value in part.state.tensors.values())
+        return mesh_of(values, self.world, fully_sharded)
 
     def held(self, group: str) -> GroupLeaves:
         """The tensors of one group, which the optimizers may hold, in their present memory; the same leaves as at the last

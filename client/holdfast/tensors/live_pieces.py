@@ -32,10 +32,23 @@ LAYOUTS_REMEMBERED = 1024
 Run = tuple[int, int]  # global indices [start, stop) along one dimension
 
 
-def mesh_boxes(value: Any, local: Shape, name: str) -> tuple[list[Box], str, dict[str, int]]:
-    mesh, shape = value.device_mesh, tuple(value.shape)
+def root_mesh(mesh: Any) -> Any:
+    """The device mesh of which this one is a part, in versions of torch that know it."""
+    root = getattr(mesh, "_get_root_mesh", None)
+    return mesh if root is None else root()
+
+
+def dimensions(mesh: Any) -> dict[str, int]:
+    """The sizes of a device mesh's dimensions, outermost first."""
     names = mesh.mesh_dim_names or tuple(f"mesh_{d}" for d in range(mesh.ndim))
-    sizes = {dimension: int(n) for dimension, n in zip(names, mesh.shape, strict=True)}
+    return {dimension: int(n) for dimension, n in zip(names, mesh.shape, strict=True)}
+
+
+def mesh_boxes(value: Any, local: Shape, name: str) -> tuple[list[Box], str, dict[str, int]]:
+    """A DTensor's boxes, what its placement says, and the dimensions of its mesh, or of that of which its mesh is a part."""
+    mesh, shape = value.device_mesh, tuple(value.shape)
+    names, every = dimensions(mesh), dimensions(root_mesh(mesh))
+    sizes = every if names.keys() <= every.keys() else names
     text = ", ".join(f"{dimension}={placement!r}" for dimension, placement in zip(names, value.placements, strict=True))
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is outside the mesh

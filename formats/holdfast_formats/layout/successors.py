@@ -13,12 +13,20 @@ group compute the same activations outside of the divided layers, so they draw t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import NamedTuple
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.mesh import ORDER, Coordinate, Mesh, arrange
 
 _BEHIND = ("etp", "vpp")  # axes that number no ranks
+_DIMENSIONS = {  # the axes of device meshes, as torch's documentation and the libraries above it call them
+    **dict.fromkeys(("dp", "ddp", "dp_replicate", "replicate", "data", "data_parallel"), "dp"),
+    **dict.fromkeys(("fsdp", "dp_shard", "shard"), "sharding"),
+    **dict.fromkeys(("tp", "tensor_parallel"), "tp"),
+    **dict.fromkeys(("cp", "context_parallel"), "cp"),
+    **dict.fromkeys(("pp", "pipeline_parallel"), "pp"),
+}
 
 
 class Mixing(NamedTuple):
@@ -50,6 +58,22 @@ def read(mesh: Mapping[str, int]) -> Mesh | None:
         return None
     try:
         return arrange(mesh, order)
+    except InvalidRequest:
+        return None
+
+
+def of_dimensions(sizes: Mapping[str, int], world: int) -> Mesh | None:
+    """The mesh of a world whose ranks are numbered row by row along these dimensions of a device mesh, outermost first.
+
+    None if a name is unknown, or the dimensions do not have all ranks.
+    """
+    axes = {_DIMENSIONS.get(name): size for name, size in sizes.items()}
+    if None in axes or len(axes) < len(sizes) or prod(sizes.values()) != world:
+        return None
+    known = {axis: size for axis, size in axes.items() if axis is not None}
+    order = (*reversed(known), *(axis for axis in ORDER if axis not in known))
+    try:
+        return arrange(known, order)
     except InvalidRequest:
         return None
 
