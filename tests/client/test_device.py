@@ -115,7 +115,7 @@ def test_what_does_not_move_is_copied_exactly(kinds: list, restless: bool, seed:
         patch.setattr(cuda_copy, "KINDS", frozenset({"cpu"}))
         patch.setattr(cuda_copy, "CHUNK_BYTES", 2**12)
         laid = Laid(*tensors, restless=restless)
-        assert not laid.ways.parcels and not laid.ways.at_once and not laid.ways.tracks
+        assert not laid.ways.small and not laid.ways.at_once and not laid.ways.tracks
         for _ in range(2):  # a lane is used again and again
             copy = DeviceCopy(laid.lane)
             copy.begin()

@@ -114,6 +114,44 @@ void holdfast_note(const struct copy *copies, size_t count, uint64_t stretch, ui
     read_words(places, bytes, waiting, values + number - waiting);
 }
 
+#define AXES_MAX 8
+
+/* Elements that are not one after the other: how many and of how many bytes, how many make a stretch, and of every axis its
+   length and the bytes from an element to the next, from the axis whose elements are the closest on. */
+struct strided {
+    uint64_t base, elements, bytes, stretch, axes;
+    uint64_t lengths[AXES_MAX], steps[AXES_MAX];
+};
+
+struct read {
+    uint64_t address, bytes;
+};
+
+/* Note one element of every stretch of the sources, and where it is. */
+void holdfast_note_strided(const struct strided *sources, size_t count, uint64_t seed, struct read *reads, uint64_t *values)
+{
+    const char *places[AT_ONCE];
+    uint64_t bytes[AT_ONCE], number = 0, waiting = 0;
+    for (size_t i = 0; i < count; i++)
+        for (uint64_t begin = 0; begin < sources[i].elements; begin += sources[i].stretch, number++) {
+            uint64_t left = sources[i].elements - begin, length = left < sources[i].stretch ? left : sources[i].stretch;
+            uint64_t rest = begin + ((mix(seed + number) >> 32) * length >> 32), address = sources[i].base;
+            for (uint64_t axis = 0; axis < sources[i].axes; axis++) {
+                address += rest % sources[i].lengths[axis] * sources[i].steps[axis];
+                rest /= sources[i].lengths[axis];
+            }
+            reads[number].address = address;
+            bytes[waiting] = reads[number].bytes = sources[i].bytes;
+            places[waiting] = (const char *)(uintptr_t)address;
+            _mm_prefetch(places[waiting], _MM_HINT_NTA);
+            if (++waiting == AT_ONCE) {
+                read_words(places, bytes, waiting, values + number + 1 - waiting);
+                waiting = 0;
+            }
+        }
+    read_words(places, bytes, waiting, values + number - waiting);
+}
+
 /* Copy what was noted with this stretch and seed. `changed` says of each whether a noted word was another one once its
    stretch had been copied: then it has changed before, or while it was copied. With `wrote`, stretches that the target has
    already are read and left as they are; it says of each whether others were written. */

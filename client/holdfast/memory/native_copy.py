@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,14 @@ def _load() -> Any:
         library.holdfast_note.argtypes = noted
         library.holdfast_copy_noted.argtypes = (*noted, ctypes.c_void_p, ctypes.c_void_p)
         library.holdfast_compare.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        library.holdfast_note_strided.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_uint64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        )
+        library.holdfast_note_strided.restype = None
         library.holdfast_note.restype = library.holdfast_copy_noted.restype = library.holdfast_compare.restype = None
         library.holdfast_prove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         library.holdfast_prove_file.argtypes = (ctypes.c_int, ctypes.c_int64, *library.holdfast_prove.argtypes[1:])
@@ -113,6 +122,13 @@ def digests(boxes: NDArray[np.uint64], native: int, step: int | None) -> NDArray
     return values
 
 
+class NotedWords(NamedTuple):
+    """One word of each stretch of some sources, as they were at one moment, at places that are drawn from the seed."""
+
+    seed: int
+    values: NDArray[np.uint64]
+
+
 class CopyOutcome(NamedTuple):
     """Of each source: whether it differs from the recorded words, each compared after its stretch was copied; and whether
     its target had other bytes, or was not looked at.
@@ -144,10 +160,11 @@ class Noted:
         """Rows of: target, source, bytes."""
         return self._copies.table
 
-    def noted(self, seed: int, values: NDArray[np.uint64] | None) -> None:
-        """Record the present words of the sources; without `values` they are read here."""
-        self._seed = seed
-        self._values = _words(self.octets, self.stretch, seed) if values is None else values
+    def noted(self, words: NotedWords) -> None:
+        """Record words of the sources, as `read` returns them. Raises `ValueError` if they are of other sources."""
+        if len(words.values) != self.words:
+            raise ValueError(f"{len(words.values)} words are not one of each of {self.words} stretches")
+        self._seed, self._values = words.seed, words.values
 
     def copy(self, renew: bool = False) -> CopyOutcome:
         """Copy all, without the GIL. With `renew`, stretches whose target has the same bytes are not written."""
@@ -183,18 +200,19 @@ class Noted:
         return [target.reshape(-1).view(np.uint8) for target, _ in self._copies.pairs]
 
 
-def note(parts: Sequence[Noted], seed: int) -> None:
-    """Record the present words of the sources of all parts, which have the same stretch.
+def read(parts: Sequence[Noted], seed: int) -> list[NotedWords]:
+    """The present words of the sources of each of these parts, which have the same stretch.
 
     Each word is on a page of its own, which is in no cache. One call that requests many of them at a time, across the
     borders of parts, takes half to two thirds of the time of one call per part.
     """
-    begin = 0
-    values = _noted(parts, parts[0].stretch, seed, _SOURCE) if parts and _library is not None else None
-    for part in parts:
-        end = begin + part.words
-        part.noted(seed + begin, None if values is None else values[begin:end])
-        begin = end
+    begins = [0, *accumulate(part.words for part in parts)]
+    if not parts or _library is None:
+        words = (_words(part.octets, part.stretch, seed + begin) for part, begin in zip(parts, begins, strict=False))
+    else:
+        values = _noted(parts, parts[0].stretch, seed, _SOURCE)
+        words = (values[begin:end] for begin, end in pairwise(begins))
+    return [NotedWords(seed + begin, of_part) for begin, of_part in zip(begins, words, strict=False)]
 
 
 def alike(parts: Sequence[Noted], seed: int) -> list[bool]:
@@ -217,6 +235,27 @@ def _noted(parts: Sequence[Noted], stretch: int, seed: int, columns: list[int]) 
     values = np.empty(int((-(-table[:, 2].astype(np.int64) // stretch)).sum()), np.uint64)
     _library.holdfast_note(table.ctypes.data, len(table), stretch, seed, values.ctypes.data)
     return values
+
+
+AXES_MAX = 8
+
+
+class NotedElements(NamedTuple):
+    """Places of elements, as rows of address and bytes, and what was there at one moment."""
+
+    places: NDArray[np.uint64]
+    values: NDArray[np.uint64]
+
+
+def elements_of(table: NDArray[np.uint64], count: int, seed: int) -> NotedElements:
+    """One element of each of `count` stretches of memory with gaps, at places that are drawn from the seed. Needs the
+    library. Rows of the table: address, elements, bytes of each, elements a stretch, axes; then `AXES_MAX` lengths of axes
+    and as many steps in bytes, from the axis whose elements are the closest on.
+    """
+    found = NotedElements(np.empty((count, 2), np.uint64), np.empty(count, np.uint64))
+    pointers = found.places.ctypes.data, found.values.ctypes.data
+    _library.holdfast_note_strided(table.ctypes.data, len(table), seed, *pointers)
+    return found
 
 
 def words_at(places: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.memory import native_copy
+from holdfast.memory.native_copy import NotedElements
 from holdfast.stage.strided_moves import Pair, StridedMoves
 from holdfast.threads import own_threads
 from holdfast.threads.latch import Latch
@@ -140,6 +141,35 @@ def _octets(move: Move, live: bool) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+class Samples(NamedTuple):
+    """What was in the sources of some tracks at one moment: words of each track, and elements of their strided moves."""
+
+    words: list[native_copy.NotedWords]
+    elements: list[NotedElements]
+
+
+def sample(tracks: Sequence[Track]) -> Samples:
+    """Read samples of the sources of these tracks, which have one length of a stretch."""
+    seed = _seed()
+    strided = [one.read(seed) for one in _strided(tracks)]
+    return Samples(native_copy.read([track.plain for track in tracks], seed), strided)
+
+
+def _note(tracks: Sequence[Track], samples: Samples) -> None:
+    for track, words in zip(tracks, samples.words, strict=True):
+        track.plain.noted(words)
+    for strided, elements in zip(_strided(tracks), samples.elements, strict=True):
+        strided.noted(elements)
+
+
+def _strided(tracks: Sequence[Track]) -> list[StridedMoves]:
+    return list({id(track.strided): track.strided for track in tracks}.values())
+
+
+def _seed() -> int:
+    return int.from_bytes(os.urandom(7), "little")  # not torch's generator: that would change the user's random streams
+
+
 class _Batch:
     """The copy of one track for one save."""
 
@@ -212,20 +242,25 @@ class BackgroundCopy:
         before: Sequence[Turn] = (),
         full: bool = False,
         late: bool = False,
+        samples: Samples | None = None,
     ) -> None:
         """Record the state of every tensor, with `full` all bytes. `on_end` is called once, in the background thread;
         the turns in `before` run first. With `late`, frozen tensors that are in the slot already may come after a step.
+        `samples` are of the first tracks, which are not frozen: they were read a moment ago.
         """
-        seed = int.from_bytes(os.urandom(7), "little")  # not torch's generator: that would change the user's random streams
         waiting = [track for track in tracks if late and not full and track.may_be_late]
-        alike = zip(waiting, native_copy.alike([track.plain for track in waiting], seed), strict=True)
+        alike = zip(waiting, native_copy.alike([track.plain for track in waiting], _seed()), strict=True)
         compared = {id(track): track for track, same in alike if same}
         copied = [track for track in tracks if id(track) not in compared]
         batches = [_Batch(track, full) for track in copied]
-        for stretch in {track.plain.stretch for track in copied}:
-            native_copy.note([track.plain for track in copied if track.plain.stretch == stretch], seed)
-        for strided in {id(track.strided): track.strided for track in copied}.values():
-            strided.note(seed)
+        sampled = 0 if samples is None else len(samples.words)
+        if samples is not None:
+            _note(tracks[:sampled], samples)
+        known = set(map(id, tracks[:sampled]))
+        rest = [track for track in copied if id(track) not in known]
+        for stretch in {track.plain.stretch for track in rest}:
+            alike_long = [track for track in rest if track.plain.stretch == stretch]
+            _note(alike_long, sample(alike_long))
         self._first, self._late = _Part([*before, *batches]), _Part(list(map(_Comparison, compared.values())))
         self._errors: list[CheckpointError] = []
         self._on_end = on_end

@@ -5,51 +5,49 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from holdfast.memory.native_copy import PairCopies
 from holdfast.stage import cuda_copy, staging
-from holdfast.stage.background_copy import Lateness, Move, Track, lay_tracks
+from holdfast.stage.background_copy import Lateness, Move, Samples, Track, lay_tracks, sample
 from holdfast.stage.cuda_copy import DeviceLoad, Lane, SideStream
 from holdfast.stage.slots import Slot, Slots
 from holdfast.stage.staging import ALIGNMENT_BYTES, Copy, SlotLayout
+from holdfast.stage.strided_moves import Pair
 from holdfast.threads import own_threads
 
-PARCEL_BYTES_MAX = 4096  # copying a tensor of up to this size at the call costs less than watching it
+SMALL_BYTES_MAX = 4096  # copying a tensor of up to this size at the call costs less than watching it
 _GAP = np.zeros(ALIGNMENT_BYTES, np.uint8)
-
-
-class Parcel(NamedTuple):
-    """Small tensors that are next to each other in the slot, with the gaps between them: one call copies all."""
-
-    sources: list[NDArray[Any]]
-    target: NDArray[Any]
-
-    def copy(self) -> None:
-        np.concatenate(self.sources, out=self.target)
 
 
 class CopyPlan(NamedTuple):
     """How one layout is copied into one slot: which tensors at once, and which in the background."""
 
-    parcels: tuple[Parcel, ...]
+    small: tuple[PairCopies, ...]  # tensors with the gaps between them: one call copies all
     at_once: tuple[Move, ...]
     tracks: tuple[Track, ...]
     lanes: tuple[Lane, ...]  # for GPUs
+    changing: int = 0  # how many of the first tracks are of tensors that are not frozen, and were there at the save before
+    samples: Samples | None = None  # of these, if they were read ahead
 
     def copy_at_once(self) -> None:
         """Copy everything that is small or that training may change at any time. Lanes copy these in their own turn."""
-        for parcel in self.parcels:
-            parcel.copy()
+        for small in self.small:
+            small.do()
         _copy(self.at_once)
 
     def forget(self) -> None:
         """Slot or tensors have other bytes than at the last save."""
         for track in self.tracks:
             track.forget()
+
+
+class _Sampled(NamedTuple):
+    layout: SlotLayout
+    samples: Samples
 
 
 NO_PLAN = CopyPlan((), (), (), ())
@@ -70,6 +68,17 @@ class CopyPlans:
         self._emptied: dict[int, int] = {}  # how often each slot had lost its memory at the last save
         self._sides: dict[torch.device, SideStream] = {}
         self._lateness = Lateness()
+        self._sampled: _Sampled | None = None
+
+    def sample(self, layout: SlotLayout) -> None:
+        """Read samples of the tensors of a layout that is next brought `into` a slot, while the daemon leases one. Tensors
+        that no slot had yet are left.
+        """
+        steady, self._sampled = layout.copies[: layout.steady], None
+        for before, plan in self._laid.values():
+            if _identical(before, steady):
+                self._sampled = _Sampled(layout, sample(plan.tracks[: plan.changing]))
+                return
 
     def into(self, slot: Slot, layout: SlotLayout) -> CopyPlan:
         """The plan of this layout for this slot."""
@@ -77,7 +86,8 @@ class CopyPlans:
         if self._emptied.get(slot.index, emptied) != emptied:
             plan.forget()
         self._emptied[slot.index] = emptied
-        return plan
+        sampled, self._sampled = self._sampled, None
+        return plan._replace(samples=sampled.samples) if sampled is not None and sampled.layout is layout else plan
 
     def onto(self, home: object, data: memoryview, copies: Sequence[Copy]) -> CopyPlan:
         """The plan of these copies into memory outside `Slots`; `home` is its key."""
@@ -101,15 +111,16 @@ class CopyPlans:
             self._emptied.clear()
         steady, rest = layout.copies[: layout.steady], layout.copies[layout.steady :]
         before, plan = self._laid.get(index, ((), NO_PLAN))
-        if len(before) != len(steady) or not all(map(is_, before, steady)):
+        if not _identical(before, steady):
             plan = self._lay(steady, data)
             self._laid[index] = steady, plan
         more = self._lay(rest, data)
         return CopyPlan(
-            plan.parcels + more.parcels,
+            plan.small + more.small,
             plan.at_once + more.at_once,
             plan.tracks + more.tracks,
             plan.lanes + more.lanes,
+            plan.changing,
         )
 
     def _lay(self, copies: Sequence[Copy], data: memoryview) -> CopyPlan:
@@ -126,8 +137,10 @@ class CopyPlans:
                 (load.at_once if copy.restless else load.behind).append(move)
         small, at_once, watched = loads.pop(None, DeviceLoad([], [], []))
         lanes = [Lane(self._side(home), load, data) for home, load in loads.items() if home is not None]
-        tracks = (*lay_tracks(watched), *lay_tracks(frozen, self._lateness))
-        return CopyPlan(tuple(_pack(small, data)), tuple(at_once), tracks, tuple(lanes))
+        changing = lay_tracks(watched)
+        tracks = (*changing, *lay_tracks(frozen, self._lateness))
+        packed = (PairCopies(list(_pack(small, data))),) if small else ()
+        return CopyPlan(packed, tuple(at_once), tracks, tuple(lanes), len(changing))
 
     def _side(self, home: torch.device) -> SideStream:
         """The side stream of a device, shared by all saves of this checkpointer: each save is enqueued whole."""
@@ -136,25 +149,21 @@ class CopyPlans:
         return self._sides[home]
 
 
+def _identical(before: Sequence[Copy], now: Sequence[Copy]) -> bool:
+    return len(before) == len(now) and all(map(is_, before, now))
+
+
 def _is_small(move: Move) -> bool:
     octets = move.source.dtype is torch.uint8 and move.source.dim() == 1 and move.source.is_contiguous()
-    return octets and move.nbytes <= PARCEL_BYTES_MAX
+    return octets and move.nbytes <= SMALL_BYTES_MAX
 
 
-def _pack(small: Sequence[tuple[int, Move]], data: memoryview) -> Iterator[Parcel]:
-    """Make parcels of neighbours, in the order of the slot. Gaps left by alignment are filled with zeros."""
+def _pack(small: Sequence[tuple[int, Move]], data: memoryview) -> Iterator[Pair]:
+    """Targets and sources in the order of the slot. Short gaps, left by alignment, are filled with zeros."""
     slot = np.frombuffer(data, np.uint8)
-    sources: list[NDArray[Any]] = []
-    first = end = 0
+    end = None
     for offset, move in small:
-        if sources and not 0 <= offset - end < ALIGNMENT_BYTES:
-            yield Parcel(sources, slot[first:end])
-            sources = []
-        if not sources:
-            first = end = offset
-        if offset > end:
-            sources.append(_GAP[: offset - end])
-        sources.append(move.source.numpy())
+        if end is not None and 0 < offset - end < ALIGNMENT_BYTES:
+            yield slot[end:offset], _GAP[: offset - end]
         end = offset + move.nbytes
-    if sources:
-        yield Parcel(sources, slot[first:end])
+        yield slot[offset:end], move.source.numpy()

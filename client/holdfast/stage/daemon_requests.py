@@ -137,15 +137,22 @@ class DaemonRequests:
         give_back: Callable[[_Result], object] = bool,
         when_left: Callable[[], object] = bool,
         work_s: float = 0.0,
+        meanwhile: Callable[[], object] = _nothing,
     ) -> _Result:
-        """Return `act()`. If it takes too long, call `when_left` at once, and pass the result to `give_back` when it
-        comes.
+        """Return `act()`; this thread does something `meanwhile`. If it takes too long, call `when_left` at once, and pass
+        the result to `give_back` when it comes.
 
         Raises `DeadlineExceeded` if the daemon gives no sign of life for the rest of `silence`, or has not answered
         after `work_s`; without a `silence`, as `DaemonHeartbeat.until` does.
         """
         self.wait(silence)
-        result: _Result = self.result(self.begin(act, give_back, when_left), silence, work_s)
+        request = self.begin(act, give_back, when_left)
+        try:
+            meanwhile()
+        except BaseException:  # also of a signal handler: no caller takes the result
+            request.leave_for_good()
+            raise
+        result: _Result = self.result(request, silence, work_s)
         return result
 
     def asking(self, calls: CallGuard) -> Callable[[Callable[[], Any]], Any]:

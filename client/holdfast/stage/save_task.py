@@ -80,7 +80,8 @@ class SaveTask:
                 self._devices[-1].begin(self._part.full)
             plan.copy_at_once()
             turns = self._part.says.turns if self._part.says is not None else ()
-            copy = BackgroundCopy(plan.tracks, self._end, [*self._devices, *turns], self._part.full, late=not waited)
+            before = [*self._devices, *turns]
+            copy = BackgroundCopy(plan.tracks, self._end, before, self._part.full, not waited, plan.samples)
             self._part.still()
         except BaseException as error:
             for copying in self._devices:

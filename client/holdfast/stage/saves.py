@@ -247,7 +247,8 @@ class Saves:
             return slot
 
         with rank.tickets.beginning(ticket):
-            slot = rank.requests.run(lease, silence, self._give_back, lambda: self._withdraw(ticket.step), wait_s)
+            sample, withdraw = partial(self._copy_plans.sample, part.layout), partial(self._withdraw, ticket.step)
+            slot = rank.requests.run(lease, silence, self._give_back, withdraw, wait_s, sample)
             rank.tickets.leaves_out(ticket.step, asked.exclude)
         masters = self._contents.check_masters
         sealed = Sealable(

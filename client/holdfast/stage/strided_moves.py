@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.memory import native_copy
+from holdfast.memory.native_copy import NotedElements
 from holdfast_formats import transfer
 
 Array = NDArray[Any]
@@ -33,38 +34,61 @@ class StridedMoves:
         self._lengths = np.minimum(sizes[of] - self._begins, stretches[of]).astype(np.uint64)
         self._bases = np.array([source.ctypes.data for _, source in pairs], np.int64)[of]
         self._axes = [(lengths[of], steps[of]) for lengths, steps in _axes([source for _, source in pairs])]
-        self._places = np.zeros((len(of), 2), np.uint64)  # address and bytes
-        self._places[:, 1] = np.array([source.itemsize for _, source in pairs], np.uint64)[of]
-        self._noted = np.zeros(len(of), np.uint64)
+        self._sizes = np.array([source.itemsize for _, source in pairs], np.uint64)[of]
+        self._table = _table([source for _, source in pairs], stretches)
+        self._noted = NotedElements(np.zeros((len(of), 2), np.uint64), np.zeros(len(of), np.uint64))
 
-    def note(self, seed: int) -> None:
-        """Record present elements of the sources, at places that are drawn from the seed."""
+    def read(self, seed: int) -> NotedElements:
+        """The present elements of the sources at places that are drawn from the seed. Moves with the same sources take them
+        as well.
+        """
+        if self._table is not None:
+            return native_copy.elements_of(self._table, len(self._begins), seed)
         drawn = native_copy.mix(np.arange(len(self._begins), dtype=np.uint64) + np.uint64(seed)) >> np.uint64(32)
         rest = self._begins + (drawn * self._lengths >> np.uint64(32)).astype(np.int64)
         addresses = self._bases.copy()
         for lengths, steps in self._axes:
             rest, at = np.divmod(rest, lengths)
             addresses += at * steps
-        self._places[:, 0] = addresses
-        self._noted = self._read(0, len(self._pairs))
+        places = np.stack([addresses.astype(np.uint64), self._sizes], axis=1)
+        return NotedElements(places, self._at(places, 0, len(self._pairs)))
+
+    def noted(self, elements: NotedElements) -> None:
+        """Record elements of the sources, as `read` returns them."""
+        self._noted = elements
 
     def copy(self, number: int) -> bool:
         """Copy a source; return whether it differs from what was noted of it, read again after the copy."""
         transfer.copy(*self._pairs[number])
-        noted = self._noted[self._ends[number] : self._ends[number + 1]]
-        return not np.array_equal(noted, self._read(number, number + 1))
+        own = slice(self._ends[number], self._ends[number + 1])
+        places, values = self._noted
+        return not np.array_equal(values[own], self._at(places[own], number, number + 1))
 
-    def _read(self, first: int, stop: int) -> NDArray[np.uint64]:
-        places = self._places[self._ends[first] : self._ends[stop]]
+    def _at(self, places: NDArray[np.uint64], first: int, stop: int) -> NDArray[np.uint64]:
+        """What is at these places, which are in the sources from the first one on."""
         if native_copy.available():
             return native_copy.words_at(places)
         found = [np.empty(0, np.uint64)]
         for number in range(first, stop):
             source = self._pairs[number][1]
             flat = np.lib.stride_tricks.as_strided(source, (_reach(source),), (source.itemsize,))
-            at = self._places[self._ends[number] : self._ends[number + 1], 0] - np.uint64(source.ctypes.data)
+            own = slice(self._ends[number] - self._ends[first], self._ends[number + 1] - self._ends[first])
+            at = places[own, 0] - np.uint64(source.ctypes.data)
             found.append(flat[at.astype(np.int64) // source.itemsize].astype(np.uint64))
         return np.concatenate(found)
+
+
+def _table(sources: Sequence[Array], stretches: NDArray[np.int64]) -> NDArray[np.uint64] | None:
+    """The sources as `native_copy.elements_of` reads them; None without the library, or if one has too many axes."""
+    axes, most = _axes(sources), native_copy.AXES_MAX
+    if not native_copy.available() or len(axes) > most:
+        return None
+    table = np.zeros((len(sources), 5 + 2 * most), np.int64)
+    table[:, :3] = np.array([(one.ctypes.data, one.size, one.itemsize) for one in sources], np.int64).reshape(-1, 3)
+    table[:, 3], table[:, 4] = stretches, len(axes)
+    for number, (lengths, steps) in enumerate(axes):
+        table[:, 5 + number], table[:, 5 + most + number] = lengths, steps
+    return table.view(np.uint64)
 
 
 def _axes(sources: Sequence[Array]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:

@@ -143,8 +143,15 @@ class ChangeWatch:
         """Record an optimizer's state by name."""
         self._shards.append(optimizer)
 
-    def see_memory(self, tensors: Iterable[Storable]) -> None:
-        """Record the memory and form of tensors. Call it once, with all of them."""
+    def see_memory(self, tensors: Iterable[Storable], views: Iterable[Storable]) -> None:
+        """Record the memory and form of tensors, and the parts of `views`, whose adapters make other objects of another
+        memory or form. Call it once, with all of them.
+        """
+        self._forms = _Forms(self._local(tensors))
+        self._local(views)
+
+    def _local(self, tensors: Iterable[Storable]) -> list[torch.Tensor]:
+        """What this rank has of these tensors; the parts are recorded."""
         memory: list[torch.Tensor] = []
         values = list(tensors)
         for value in values:
@@ -160,7 +167,7 @@ class ChangeWatch:
                 memory.append(local)
             else:
                 memory.append(part)
-        self._forms = _Forms(memory)
+        return memory
 
 
 def _inside(wrapper: torch.Tensor) -> tuple[torch.Tensor, ...]:

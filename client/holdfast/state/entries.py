@@ -132,6 +132,15 @@ def module_groups(state: Mapping[str, Any]) -> dict[str, str]:
     return groups
 
 
+def views(state: Mapping[str, Any]) -> frozenset[str]:
+    """The keys of entries of adapters, whose tensors are other objects when they have another memory or form."""
+    return frozenset(
+        key
+        for key, value in state.items()
+        if (isinstance(value, Named) and value.views) or (isinstance(value, OptimizerShards) and value.unchanged is not None)
+    )
+
+
 def named_tensors(key: str, value: Any, modules: Mapping[str, str], rank: int) -> NamedTensors | None:
     if isinstance(value, nn.Module | Named):
         found = value.state(key) if isinstance(value, Named) else module_state(value, key)

@@ -37,6 +37,8 @@ class Named:
         shards: `shards(name, tensor)` returns Fragments of a partition that the framework keeps, or the tensor itself, and
             never a copy, because a restore writes into it.
         form: How an adapter stores the model. A Checkpointer takes layout and assets from it.
+        views: Whether the modules are an adapter's, with views of another framework's tensors: of another memory or form, a
+            tensor is another object, so a save need not look at either.
 
     Raises:
         InvalidRequest: For anything but modules, and for a `rename`, `only` or `shards` of another type.
@@ -52,13 +54,14 @@ class Named:
         only: Only | None = None,
         shards: Shards | None = None,
         form: ModelForm | None = None,
+        views: bool = False,
     ) -> None:
         if shards is not None and not callable(shards):
             raise InvalidRequest(
                 f"shards= of Named must be a function, not a {type(shards).__name__}",
                 hint="pass a function of a name and a tensor, or leave shards= out",
             )
-        self._shards, self.form = shards, form
+        self._shards, self.form, self.views = shards, form, views
         self._kept_for_good: set[str] = set()  # names for which `shards` was seen to return the same memory twice
         self.modules = _modules(objects)
         self._rename = _check_rename(rename)

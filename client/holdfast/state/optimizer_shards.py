@@ -70,6 +70,8 @@ class OptimizerShards:
             part of a new flat buffer, or an empty Fragment for what other ranks keep.
         makes_masters: Whether `new` also makes full-precision copies, with the key "master", of a checkpoint whose optimizer
             does not list them, such as an imported one.
+        unchanged: Returns whether `state()` would return the identical objects as last time, of the same memory and form,
+            and equal other values. Without it, each save compares all of them.
         check: Called as `check(groups, keys)` before a restore changes anything: with the hyper-parameters that `install`
             will get, less tensors, and the keys of `values` by name. It raises what `install` would refuse.
         left_out: Returns what a save leaves out now, in sentences; a warning has each.
@@ -91,18 +93,20 @@ class OptimizerShards:
         hooks: Iterable[torch.optim.Optimizer] = (),
         new: Callable[[str, str, torch.dtype], Any] | None = None,
         makes_masters: bool = False,
+        unchanged: Callable[[], bool] | None = None,
         check: Callable[[list[dict[str, Any]], dict[str, set[str]]], None] | None = None,
         left_out: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        functions = {"groups": groups, "state": state, "install": install, "new": new or install, "check": check or install}
-        functions["left_out"] = left_out
-        for name, function in functions.items():
-            if not callable(function):
+        functions = {"groups": groups, "state": state, "install": install, "left_out": left_out}
+        optional = {"new": new, "unchanged": unchanged, "check": check}
+        for name, function in {**functions, **optional}.items():
+            if not callable(function) and (function is not None or name in functions):
                 raise InvalidRequest(
                     f"{name}= of OptimizerShards must be a function, not a {type(function).__name__}",
                     hint="pass a function, as the example of OptimizerShards does",
                 )
-        self.groups, self.state, self.install, self.new, self.check = groups, state, install, new, check
+        self.groups, self.state, self.install = groups, state, install
+        self.new, self.unchanged, self.check = new, unchanged, check
         self.makes_masters, self.left_out = makes_masters and new is not None, left_out
         # Name and key of the tensors that `state()` was seen to return twice.
         self.kept_for_good: set[tuple[str, str]] = set()
@@ -156,6 +160,8 @@ class ShardedOptimizer(NamedTuple):
         groups = self.groups_of_parameters()
         if [group["params"] for group in groups] != [group["params"] for group in self.said]:
             return False
+        if self.shards.unchanged is not None:
+            return self.shards.unchanged()
         now = self.shards.state()
         return now.keys() == self.given.keys() and all(
             now[name].keys() == before.keys()

@@ -240,7 +240,7 @@ def _heir(rank: int, known: SavedRankChoice | None, saved: Sequence[int]) -> Sav
 
 
 def _words(words: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(words, dtype=torch.int64, device="cpu")  # independent of the default device
+    return torch.from_numpy(np.array(words, np.int64))  # a fourth of the time of torch.tensor
 
 
 def _prefix(rank: int) -> str:

@@ -19,7 +19,7 @@ The groups follow the state's entries and exist without tensors too; `extra` alw
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -116,6 +116,11 @@ class Parts(NamedTuple):
         copies = {name: value for part in self.named if part.group == MASTER for name, value in part.state.tensors.items()}
         averages = [value for part in self.named if part.group == EMA for value in part.tensors()]
         return masters.beside(self.optimizers, weights, copies, averages)
+
+    def tensors(self, of: Callable[[str], bool]) -> list[Storable]:
+        """The named tensors and those of optimizers, of the entries with these keys."""
+        named = (part.tensors() for part in self.named if of(part.path))
+        return list(chain(*named, *(part.tensors() for part in self.optimizers if of(part.key))))
 
     def plans(self, stored: OfferedLeaves, selection: Selection) -> list[PartPlan]:
         """What each entry wants from the checkpoint."""
@@ -311,8 +316,8 @@ class TrainState:
             if isinstance(optimizer, ShardedOptimizer):
                 watch.see_shards(optimizer)
         if watch.possible:
-            tensors = [part.tensors() for part in parts.named] + [part.tensors() for part in parts.optimizers]
-            watch.see_memory(chain.from_iterable(tensors))
+            views = entries.views(self.state)
+            watch.see_memory(parts.tensors(lambda key: key not in views), parts.tensors(views.__contains__))
         if self.declared is not None:
             content = self.declared.outward(content, _live(parts.named))
         self.gradients = frozen.note(parts.named)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,11 @@ def test_what_is_not_plain_is_never_copied_by_its_bytes() -> None:
 LENGTHS = st.one_of(st.integers(1, 40), st.integers(500, 530), st.integers(1, 20_000))
 
 
+def note(parts: Sequence[native_copy.Noted], seed: int) -> None:
+    for part, words in zip(parts, native_copy.read(parts, seed), strict=True):
+        part.noted(words)
+
+
 @given(st.lists(st.tuples(LENGTHS, st.integers(0, 7)), min_size=1, max_size=70), st.sampled_from([8, 512, 4096]), st.data())
 def test_what_is_noted_and_then_changed_is_found_out_either_way(
     spans: list[tuple[int, int]], stretch: int, data: st.DataObject
@@ -108,10 +114,10 @@ def test_what_is_noted_and_then_changed_is_found_out_either_way(
             targets = [np.zeros_like(source) for source in sources]
             pairs = list(zip(targets, sources, strict=True))
             parts = [native_copy.Noted(some, stretch) for some in (pairs[:cut], pairs[cut:])]
-            native_copy.note(parts, seed)
+            note(parts, seed)
             assert not any(part.copy(renew).changed.any() for part in parts)
             assert all(np.array_equal(*pair) for pair in zip(targets, sources, strict=True))
-            native_copy.note(parts, seed)
+            note(parts, seed)
             sources[changed][at] ^= 1
             said = [part.copy(renew) for part in parts]
             assert [found for one in said for found in one.changed] == [
@@ -139,7 +145,7 @@ def test_what_a_target_has_already_is_not_written(value: int) -> None:
         source = np.zeros(2**20, np.uint8)
         source[2**19] = value
         noted = native_copy.Noted([(target, source)], 2**12)
-        native_copy.note([noted], 5)
+        note([noted], 5)
         assert noted.copy(renew=True).wrote.tolist() == [value > 0]
         assert np.array_equal(target, source)
         os.pwrite(file.fileno(), b"\1" * 2**20, 0)
@@ -147,7 +153,7 @@ def test_what_a_target_has_already_is_not_written(value: int) -> None:
         assert shown == 2**20 if not value else shown < 2**20
     zero, minus = np.zeros(1000), np.full(1000, -0.0)
     noted = native_copy.Noted([(zero, minus)], 512)
-    native_copy.note([noted], 5)
+    note([noted], 5)
     assert noted.copy(renew=True).wrote.all() and np.signbit(zero).all()
 
 

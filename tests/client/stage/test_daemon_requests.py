@@ -206,6 +206,34 @@ def test_a_call_waits_for_a_silent_daemon_once_over_all_that_it_asks(signs: int)
     assert asked == pytest.approx([SILENCE_S - count / 32 for count in waits[: 1 + signs]])
 
 
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_result_is_given_back_if_its_caller_is_interrupted_meanwhile(answered: bool) -> None:
+    """As by a signal handler that raises while samples are read: the slot that the daemon leases has no taker."""
+    go, ended, given, left = Latch(), Latch(), [], []
+
+    def give_back(slot: int) -> None:
+        given.append(slot)
+        ended.set()
+
+    def act() -> int:
+        go.wait()
+        return 7
+
+    requests = DaemonRequests(lambda: None)
+
+    def interrupted() -> None:
+        if answered:
+            go.set()
+            wait_until(lambda: not requests.busy)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        requests.run(act, None, give_back, lambda: left.append(True), meanwhile=interrupted)
+    go.set()
+    assert ended.wait(WAIT_TIMEOUT_S) and given == [7] and left == ([] if answered else [True])
+    assert requests.run(lambda: 8, None, meanwhile=lambda: given.append(9)) == 8 and given == [7, 9]
+
+
 def test_a_save_waits_within_its_budget_for_the_one_before_it(daemon: RunningDaemon) -> None:
     """Its part may be written only when the daemon has heard of the part before, if there is an average."""
     silent = daemon_heartbeat.DaemonHeartbeat(

@@ -39,13 +39,26 @@ def test_what_is_noted_and_then_changed_is_named(kinds: list, data: st.DataObjec
             patch.setattr(native_copy, "_library", library)
             targets = [np.zeros(source.shape, source.dtype) for source in sources]
             moves = StridedMoves(list(zip(targets, sources, strict=True)), STRETCH)
-            moves.note(seed)
+            moves.noted(moves.read(seed))
             assert not any(map(moves.copy, range(len(sources))))
             assert all(map(np.array_equal, targets, sources))
-            moves.note(seed)
+            moves.noted(moves.read(seed))
             order = np.argsort([-step for step in sources[changed].strides], kind="stable")
             inside = sources[changed].transpose(order)
             places = np.unravel_index(np.arange(first, min(first + count, inside.size)), inside.shape)
             inside[places] ^= 1
             assert list(map(moves.copy, range(len(sources)))) == [n == changed for n in range(len(sources))]
             assert np.array_equal(targets[changed], sources[changed])
+
+
+@given(st.lists(KINDS, min_size=1, max_size=5), st.data())
+def test_the_library_reads_the_elements_that_numpy_does(kinds: list, data: st.DataObject) -> None:
+    sources = [strided(shape, data.draw(st.permutations(range(len(shape)))), dtype, step) for shape, dtype, step in kinds]
+    seed, found = data.draw(st.integers(0, 2**60)), []
+    for library in (native_copy._library, None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native_copy, "_library", library)
+            found.append(StridedMoves([(np.zeros(one.shape, one.dtype), one) for one in sources], STRETCH).read(seed))
+    assert np.array_equal(found[0].places, found[1].places)
+    bits = 8 * found[0].places[:, 1]  # numpy extends the sign
+    assert np.array_equal(*(one.values << (64 - bits) for one in found))

@@ -310,6 +310,43 @@ def test_a_master_of_other_elements_is_not_set_from_a_weight_of_its_shape():
     assert torch.equal(master.tensor, torch.full((6,), -1.0))
 
 
+def test_an_adapter_that_says_what_is_unchanged_is_not_read_again():
+    """Of a save's state, other values of a tensor and other groups are as always; other tensors are seen if it says so."""
+    weight, kept, asked, groups = torch.ones(4), {"w": {"exp_avg": torch.zeros(4)}}, [], [{"params": ["w"], "lr": 0.5}]
+    said = [True]
+
+    def state() -> dict[str, Any]:
+        asked.append(None)
+        return kept
+
+    shards = OptimizerShards(groups=lambda: groups, state=state, install=print, unchanged=lambda: said[0])
+    train = TrainState({"model": {"w": weight}, "optim": shards}, 0, 1)
+
+    def moment() -> torch.Tensor:
+        (leaf,) = [leaf for leaf in train.snapshot().leaves if leaf.name == "w/exp_avg"]
+        return leaf.pieces[0].tensor
+
+    def same(tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() == kept["w"]["exp_avg"].data_ptr()
+
+    assert same(moment())
+    asked.clear()
+    kept["w"]["exp_avg"].add_(1)
+    groups[0]["lr"] = 0.25
+    assert same(moment()) and not asked
+    assert "0.25" in train.snapshot().values["optim"]["optim"]
+    kept["w"]["exp_avg"] = torch.full((4,), 7.0)
+    said[0] = False
+    assert same(moment()) and asked
+
+
+@pytest.mark.parametrize("wrong", ["new", "unchanged", "check", "state"])
+def test_an_argument_that_is_no_function_is_refused(wrong: str):
+    functions: dict[str, Any] = {"groups": list, "state": dict, "install": print}
+    with pytest.raises(InvalidRequest, match=f"{wrong}= of OptimizerShards must be a function"):
+        OptimizerShards(**{**functions, wrong: 3})
+
+
 TURNED = """name = "turned"
 from = "hf"
 to = "ours"

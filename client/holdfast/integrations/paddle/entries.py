@@ -68,7 +68,7 @@ def state(model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any 
         if key in layers:
             layer = layers[key]
             form = form_of(value, layer) if value is model else None
-            entries[key] = Named(layer.module, shards=None if ranks is None else layer.shard, form=form)
+            entries[key] = Named(layer.module, shards=None if ranks is None else layer.shard, form=form, views=True)
             if form is None and key != EMA and programs.turned(unwrapped(value).layer):
                 entries[f"{key}_{ORIENTATION}"] = _IN_OUT
         else:

@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.integrations.paddle import beta_powers, hyper_parameters
-from holdfast.integrations.paddle.beta_powers import POWERS
+from holdfast.integrations.paddle.beta_powers import POWERS, StepRange
 from holdfast.integrations.paddle.fleet.places import Declared, ElementRange, ParameterPlace
 from holdfast.integrations.paddle.fleet.sharding import OptimizerSharding, Stepped, SteppedGroup
 from holdfast.integrations.paddle.step_counts import StepCounts
 from holdfast.integrations.paddle.views import Views
 from holdfast.integrations.paddle.watch import MappingsWatch, TensorMemory, stopped
+from holdfast.memory import native_copy
 from holdfast_formats.errors import InvalidRequest
 
 MASTER, STEP = "master", "step"
@@ -53,15 +54,46 @@ class _Kept(NamedTuple):
         return there and all(map(is_, self.tensors.values(), tensors.values()))
 
 
+class _Counted:
+    """The powers of beta of parameters of one group, which tell the number of steps of each."""
+
+    def __init__(self, kept: Sequence[_Kept]) -> None:
+        self.kept = kept
+        self.names = tuple(one.place.name for one in kept)
+        self._powers = [one for each in kept for one in each.powers]
+        self._places: NDArray[np.uint64] | None = None
+        if native_copy.available() and all(isinstance(one, np.ndarray) for one in self._powers):
+            places = [(one.__array_interface__["data"][0], one.nbytes) for one in self._powers]  # type: ignore[union-attr]
+            self._places = np.array(places, np.uint64).reshape(-1, 2)
+
+    def steps(self, betas: Betas) -> list[StepRange | None]:
+        """Of each parameter, the numbers of steps after which its powers have their values."""
+        if self._places is None:
+            values = [one.item() for one in self._powers]
+        else:  # one call reads all
+            values = native_copy.words_at(self._places).astype(np.uint32).view(np.float32).tolist()
+        pairs = list(zip(values[::2], values[1::2], strict=True))
+        told = {pair: beta_powers.steps_of_both(betas, pair) for pair in set(pairs)}
+        return [told[pair] for pair in pairs]
+
+
+class _Group(NamedTuple):
+    """What is kept of the parameters of one of the optimizer's groups, with the first of them."""
+
+    first: Stepped
+    kept: list[_Kept]
+    counted: _Counted
+
+
 class _Found(NamedTuple):
-    """What is kept of the parameters of each of the optimizer's groups, with the first of them."""
+    """What is kept of all parameters."""
 
     places: Mapping[str, ParameterPlace]
     groups: list[SteppedGroup]
     frozen: list[list[bool]]
     mappings: MappingsWatch
     memory: TensorMemory
-    kept: list[tuple[Stepped, list[_Kept]]]
+    kept: list[_Group]
 
     def holds(self, places: object, groups: list[SteppedGroup], mappings: Sequence[Mapping[str, Any]]) -> bool:
         """Whether another look would find the same: the same tensors are kept of the same parameters."""
@@ -82,6 +114,13 @@ class KeptState:
         self._said: dict[tuple[str, str], _Said] = {}
         self._kept: dict[str, _Kept] = {}  # by parameter
         self._found: _Found | None = None
+        self._stored: dict[str, dict[str, Any]] = {}
+
+    def unchanged(self) -> bool:
+        """Whether `state` would return what it has returned last, with the numbers of steps as they are now."""
+        now = self._stored
+        held = self._found is not None and self._found.holds(self.places(), self._sharding.groups(), self._mappings())
+        return held and self._store_all().keys() == now.keys() and all(map(is_, self._stored.values(), now.values()))
 
     def state(self) -> dict[str, dict[str, Any]]:
         """By stored name and key, the identical objects as long as nothing but values changes. `InvalidRequest` for state of
@@ -91,16 +130,26 @@ class KeptState:
         if self._found is None or not self._found.holds(places, groups, kept):
             self._found = None  # in case that something is refused
             self._found = self._find(places, groups)
+        return dict(self._store_all())
+
+    def _store_all(self) -> dict[str, dict[str, Any]]:
+        """What is stored of each parameter of `_found`."""
+        assert self._found is not None
         found: dict[str, dict[str, Any]] = {}
-        for first, of_group in self._found.kept:
-            betas = hyper_parameters.betas_of(self.optimizer, first)
-            for one in of_group:
-                found[one.place.name] = self._stored(one, betas)
+        for group in self._found.kept:
+            found |= {one.place.name: one.declared for one in group.kept}
+            told = group.counted.steps(hyper_parameters.betas_of(self.optimizer, group.first))
+            counted = [(one, steps) for one, steps in zip(group.counted.kept, told, strict=True) if steps is not None]
+            self.steps.store(tuple(one.place.name for one, _ in counted), [steps for _, steps in counted])
+            for one, _ in counted:
+                one.counted[STEP] = self.steps.stored(one.place.name)
+                found[one.place.name] = one.counted
+        self._stored = found
         return found
 
     def _find(self, places: Mapping[str, ParameterPlace], groups: list[SteppedGroup]) -> _Found:
         watch, elements = MappingsWatch(self._mappings()), list[int]()
-        found: list[tuple[Stepped, list[_Kept]]] = []
+        found: list[_Group] = []
         count = 0
         for group in groups:
             of_group: list[_Kept] = []
@@ -111,7 +160,9 @@ class KeptState:
                     of_group.append(self._known(self.place(stepped), stepped, held))
                 elif not stepped.elsewhere and not stepped.kept.stop_gradient:
                     elements.append(self._elements_to_come(stepped.kept))
-            found += [(group.members[0], of_group)] if of_group else []
+            if of_group:
+                counted = _Counted([one for one in of_group if one.powers])
+                found.append(_Group(group.members[0], of_group, counted))
         self._refuse_strangers(count)
         self._expect(elements)
         return _Found(places, groups, _frozen(groups), watch, TensorMemory(watch.values), found)
@@ -134,17 +185,6 @@ class KeptState:
             known = _Kept(held, memory, place, stepped.span, declared, read, counted)
             self._kept[place.name] = known
         return known
-
-    def _stored(self, known: _Kept, betas: Betas) -> dict[str, Any]:
-        """What is stored of a parameter, by key."""
-        if not known.powers:
-            return known.declared
-        one, other = known.powers
-        steps = beta_powers.steps_of_both(betas, (one.item(), other.item()))
-        if steps is None:
-            return known.declared
-        known.counted[STEP] = self.steps.stored(known.place.name, steps)
-        return known.counted
 
     def _elements_to_come(self, parameter: Any) -> int:
         """The elements of each of two tensors that a first step will make: moments in float32, and half of a master."""

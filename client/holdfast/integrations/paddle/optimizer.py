@@ -65,6 +65,7 @@ class PaddleOptimizer:
             hooks=[fence],
             new=self.new,
             makes_masters=True,
+            unchanged=self.unchanged,
             check=self.check,
             left_out=others.left_out,
         )
@@ -73,20 +74,22 @@ class PaddleOptimizer:
         """The parameter groups; parameters that are stepped in another way than others of their group form one of their own.
         Frozen parameters without state are in none.
         """
-        groups = self._groups()
+        parts = self._parts_now()
+        groups = hyper_parameters.groups_of(self.optimizer, parts)
         self._fence.tell(hyper_parameters.given_names(self.optimizer, groups))
-        return [{"params": names, **group.hyper} for names, group in zip(self._names(), groups, strict=True)]
+        return [{"params": names, **group.hyper} for names, group in zip(self._names(parts), groups, strict=True)]
 
     def keys_of_groups(self) -> dict[str, str]:
         """The key of the group of each parameter of this rank, by stored name."""
-        return {name: part.key for part, names in zip(self._parts_now(), self._names(), strict=True) for name in names}
+        parts = self._parts_now()
+        return {name: part.key for part, names in zip(parts, self._names(parts), strict=True) for name in names}
 
     def _parts_now(self) -> list[ParameterPart]:
         return self._parts.now(list(dict.fromkeys(listed.group for listed in self.others.values())))
 
-    def _names(self) -> list[list[str]]:
+    def _names(self, parts: list[ParameterPart]) -> list[list[str]]:
         """The stored names of the parameters of each part, with those of other ranks."""
-        parts, places, known = self._parts_now(), self._kept.places(), self._named
+        places, known = self._kept.places(), self._named
         if known is None or known.parts is not parts or known.places is not places:
             names = [[self._kept.place(one).name for one in part.members] for part in parts]
             by_key = {part.key: named for part, named in zip(parts, names, strict=True)}
@@ -101,6 +104,11 @@ class PaddleOptimizer:
     def state(self) -> dict[str, dict[str, Any]]:
         self._drop_unfilled()
         return self._kept.state()
+
+    def unchanged(self) -> bool:
+        """Whether `state` would return the same; numbers of steps are brought up to date."""
+        self._drop_unfilled()
+        return self._kept.unchanged()
 
     def new(self, name: str, key: str, dtype: torch.dtype) -> Any:
         """What Paddle itself would make in the first step, to be filled; `StateMismatch` if it would make no such thing.

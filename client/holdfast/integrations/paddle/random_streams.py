@@ -7,7 +7,7 @@ them knows which. So they belong to a degree of tensor parallelism, and begin as
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.integrations.paddle.fleet.topology import tensor_ranks
 from holdfast.state.streams import FurtherStreams, seed_of
@@ -19,15 +19,35 @@ _HINT = "keep the live random states: restore(exclude=('extra/rng',))"
 _TRACKER = "paddle.distributed.fleet.layers.mpu.random"
 
 
+class _Read(NamedTuple):
+    """A generator's state as Paddle pickles it, and its text."""
+
+    state: tuple[Any, ...]
+    text: list[Any]
+
+
 class PaddleStreams(FurtherStreams):
     """The generators of this process."""
 
     name = "paddle"
 
+    def __init__(self) -> None:
+        self._read: dict[str, _Read] = {}
+
     def state_dict(self) -> dict[str, Any]:
-        tracked = {name: list(map(_text, states)) for name, states in self._tracked().items()}
-        own = {name: _text(one.get_state()) for name, one in _generators().items()}
+        tracked = {
+            name: [self._text(f"{name}.{number}", one) for number, one in enumerate(states)]
+            for name, states in self._tracked().items()
+        }
+        own = {name: self._text(name, one.get_state()) for name, one in _generators().items()}
         return {**own, TRACKED: tracked, _TENSOR_RANKS: tensor_ranks()}
+
+    def _text(self, name: str, state: Any) -> list[Any]:
+        """As the function; read once as long as nothing is drawn."""
+        now, known = state.__getstate__(), self._read.get(name)
+        if known is None or known.state != now:
+            known = self._read[name] = _Read(now, _text(state))
+        return known.text
 
     def refuse_unfit(self, stored: Any) -> None:
         """Raise `StateMismatch` for named streams of this degree that one side lacks, and for states of another form."""
