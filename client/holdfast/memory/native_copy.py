@@ -200,19 +200,28 @@ class Noted:
         return [target.reshape(-1).view(np.uint8) for target, _ in self._copies.pairs]
 
 
-def read(parts: Sequence[Noted], seed: int) -> list[NotedWords]:
-    """The present words of the sources of each of these parts, which have the same stretch.
+class NotedSources:
+    """The sources of several parts, which have the same stretch.
 
     Each word is on a page of its own, which is in no cache. One call that requests many of them at a time, across the
     borders of parts, takes half to two thirds of the time of one call per part.
     """
-    begins = [0, *accumulate(part.words for part in parts)]
-    if not parts or _library is None:
-        words = (_words(part.octets, part.stretch, seed + begin) for part, begin in zip(parts, begins, strict=False))
-    else:
-        values = _noted(parts, parts[0].stretch, seed, _SOURCE)
-        words = (values[begin:end] for begin, end in pairwise(begins))
-    return [NotedWords(seed + begin, of_part) for begin, of_part in zip(begins, words, strict=False)]
+
+    def __init__(self, parts: Sequence[Noted]) -> None:
+        self._parts, self._begins = parts, [0, *accumulate(part.words for part in parts)]
+        self._table = _table(parts, _SOURCE) if parts and _library is not None else None
+
+    def read(self, seed: int) -> list[NotedWords]:
+        """The present words of each part."""
+        if self._table is None:
+            seeds = [seed + begin for begin in self._begins[:-1]]
+            words = [_words(part.octets, part.stretch, own) for part, own in zip(self._parts, seeds, strict=True)]
+        else:
+            values = np.empty(self._begins[-1], np.uint64)
+            stretch = self._parts[0].stretch
+            _library.holdfast_note(self._table.ctypes.data, len(self._table), stretch, seed, values.ctypes.data)
+            words = [values[begin:end] for begin, end in pairwise(self._begins)]
+        return [NotedWords(seed + begin, of_part) for begin, of_part in zip(self._begins, words, strict=False)]
 
 
 def alike(parts: Sequence[Noted], seed: int) -> list[bool]:
@@ -230,8 +239,12 @@ def alike(parts: Sequence[Noted], seed: int) -> list[bool]:
 _TARGET, _SOURCE = [1, 0, 2], [0, 1, 2]  # which column of a table is read
 
 
+def _table(parts: Sequence[Noted], columns: list[int]) -> NDArray[np.uint64]:
+    return np.ascontiguousarray(np.concatenate([part.table for part in parts])[:, columns])
+
+
 def _noted(parts: Sequence[Noted], stretch: int, seed: int, columns: list[int]) -> NDArray[np.uint64]:
-    table = np.ascontiguousarray(np.concatenate([part.table for part in parts])[:, columns])
+    table = _table(parts, columns)
     values = np.empty(int((-(-table[:, 2].astype(np.int64) // stretch)).sum()), np.uint64)
     _library.holdfast_note(table.ctypes.data, len(table), stretch, seed, values.ctypes.data)
     return values

@@ -148,11 +148,16 @@ class Samples(NamedTuple):
     elements: list[NotedElements]
 
 
-def sample(tracks: Sequence[Track]) -> Samples:
-    """Read samples of the sources of these tracks, which have one length of a stretch."""
-    seed = _seed()
-    strided = [one.read(seed) for one in _strided(tracks)]
-    return Samples(native_copy.read([track.plain for track in tracks], seed), strided)
+class TrackSources:
+    """The sources of tracks, which have one length of a stretch."""
+
+    def __init__(self, tracks: Sequence[Track]) -> None:
+        self._plain, self._strided = native_copy.NotedSources([track.plain for track in tracks]), _strided(tracks)
+
+    def sample(self) -> Samples:
+        """Read samples of them."""
+        seed = _seed()
+        return Samples(self._plain.read(seed), [one.read(seed) for one in self._strided])
 
 
 def _note(tracks: Sequence[Track], samples: Samples) -> None:
@@ -260,7 +265,7 @@ class BackgroundCopy:
         rest = [track for track in copied if id(track) not in known]
         for stretch in {track.plain.stretch for track in rest}:
             alike_long = [track for track in rest if track.plain.stretch == stretch]
-            _note(alike_long, sample(alike_long))
+            _note(alike_long, TrackSources(alike_long).sample())
         self._first, self._late = _Part([*before, *batches]), _Part(list(map(_Comparison, compared.values())))
         self._errors: list[CheckpointError] = []
         self._on_end = on_end

@@ -12,7 +12,7 @@ import torch
 
 from holdfast.memory.native_copy import PairCopies
 from holdfast.stage import cuda_copy, staging
-from holdfast.stage.background_copy import Lateness, Move, Samples, Track, lay_tracks, sample
+from holdfast.stage.background_copy import Lateness, Move, Samples, Track, TrackSources, lay_tracks
 from holdfast.stage.cuda_copy import DeviceLoad, Lane, SideStream
 from holdfast.stage.slots import Slot, Slots
 from holdfast.stage.staging import ALIGNMENT_BYTES, Copy, SlotLayout
@@ -30,7 +30,7 @@ class CopyPlan(NamedTuple):
     at_once: tuple[Move, ...]
     tracks: tuple[Track, ...]
     lanes: tuple[Lane, ...]  # for GPUs
-    changing: int = 0  # how many of the first tracks are of tensors that are not frozen, and were there at the save before
+    changing: TrackSources = TrackSources(())  # of the first tracks: those of tensors that are not frozen and probably stay
     samples: Samples | None = None  # of these, if they were read ahead
 
     def copy_at_once(self) -> None:
@@ -77,7 +77,7 @@ class CopyPlans:
         steady, self._sampled = layout.copies[: layout.steady], None
         for before, plan in self._laid.values():
             if _identical(before, steady):
-                self._sampled = _Sampled(layout, sample(plan.tracks[: plan.changing]))
+                self._sampled = _Sampled(layout, plan.changing.sample())
                 return
 
     def into(self, slot: Slot, layout: SlotLayout) -> CopyPlan:
@@ -140,7 +140,7 @@ class CopyPlans:
         changing = lay_tracks(watched)
         tracks = (*changing, *lay_tracks(frozen, self._lateness))
         packed = (PairCopies(list(_pack(small, data))),) if small else ()
-        return CopyPlan(packed, tuple(at_once), tracks, tuple(lanes), len(changing))
+        return CopyPlan(packed, tuple(at_once), tracks, tuple(lanes), TrackSources(changing))
 
     def _side(self, home: torch.device) -> SideStream:
         """The side stream of a device, shared by all saves of this checkpointer: each save is enqueued whole."""

@@ -88,7 +88,7 @@ LENGTHS = st.one_of(st.integers(1, 40), st.integers(500, 530), st.integers(1, 20
 
 
 def note(parts: Sequence[native_copy.Noted], seed: int) -> None:
-    for part, words in zip(parts, native_copy.read(parts, seed), strict=True):
+    for part, words in zip(parts, native_copy.NotedSources(parts).read(seed), strict=True):
         part.noted(words)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -114,13 +115,13 @@ class KeptState:
         self._said: dict[tuple[str, str], _Said] = {}
         self._kept: dict[str, _Kept] = {}  # by parameter
         self._found: _Found | None = None
-        self._stored: dict[str, dict[str, Any]] = {}
+        self._counted: list[tuple[str, ...]] = []  # the parameters whose steps `state` has returned
 
     def unchanged(self) -> bool:
         """Whether `state` would return what it has returned last, with the numbers of steps as they are now."""
-        now = self._stored
-        held = self._found is not None and self._found.holds(self.places(), self._sharding.groups(), self._mappings())
-        return held and self._store_all().keys() == now.keys() and all(map(is_, self._stored.values(), now.values()))
+        found = self._found
+        held = found is not None and found.holds(self.places(), self._sharding.groups(), self._mappings())
+        return held and found is not None and self._store_all(found) == self._counted
 
     def state(self) -> dict[str, dict[str, Any]]:
         """By stored name and key, the identical objects as long as nothing but values changes. `InvalidRequest` for state of
@@ -130,22 +131,25 @@ class KeptState:
         if self._found is None or not self._found.holds(places, groups, kept):
             self._found = None  # in case that something is refused
             self._found = self._find(places, groups)
-        return dict(self._store_all())
+        self._counted = self._store_all(self._found)
+        counted = set(chain.from_iterable(self._counted))
+        held = {one.place.name: one for group in self._found.kept for one in group.kept}
+        for name in counted:
+            held[name].counted[STEP] = self.steps.stored(name)
+        return {name: one.counted if name in counted else one.declared for name, one in held.items()}
 
-    def _store_all(self) -> dict[str, dict[str, Any]]:
-        """What is stored of each parameter of `_found`."""
-        assert self._found is not None
-        found: dict[str, dict[str, Any]] = {}
-        for group in self._found.kept:
-            found |= {one.place.name: one.declared for one in group.kept}
+    def _store_all(self, found: _Found) -> list[tuple[str, ...]]:
+        """Bring the numbers of steps up to date. Returns of each group the parameters that have one."""
+        counted: list[tuple[str, ...]] = []
+        for group in found.kept:
             told = group.counted.steps(hyper_parameters.betas_of(self.optimizer, group.first))
-            counted = [(one, steps) for one, steps in zip(group.counted.kept, told, strict=True) if steps is not None]
-            self.steps.store(tuple(one.place.name for one, _ in counted), [steps for _, steps in counted])
-            for one, _ in counted:
-                one.counted[STEP] = self.steps.stored(one.place.name)
-                found[one.place.name] = one.counted
-        self._stored = found
-        return found
+            known = [steps for steps in told if steps is not None]
+            names = group.counted.names
+            if len(known) < len(told):
+                names = tuple(name for name, steps in zip(names, told, strict=True) if steps is not None)
+            self.steps.store(names, known)
+            counted.append(names)
+        return counted
 
     def _find(self, places: Mapping[str, ParameterPlace], groups: list[SteppedGroup]) -> _Found:
         watch, elements = MappingsWatch(self._mappings()), list[int]()

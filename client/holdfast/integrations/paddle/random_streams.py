@@ -43,7 +43,7 @@ class PaddleStreams(FurtherStreams):
         return {**own, TRACKED: tracked, _TENSOR_RANKS: tensor_ranks()}
 
     def _text(self, name: str, state: Any) -> list[Any]:
-        """As the function; read once as long as nothing is drawn."""
+        """As the function; made once as long as nothing is drawn."""
         now, known = state.__getstate__(), self._read.get(name)
         if known is None or known.state != now:
             known = self._read[name] = _Read(now, _text(state))
