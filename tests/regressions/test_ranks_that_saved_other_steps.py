@@ -88,7 +88,10 @@ def test_all_ranks_are_told(place: str, wait: Waiting, request: pytest.FixtureRe
             world.save(7)  # and go on together
 
 
-_LEFT = re.compile(r"round-aborted: rank (1 disconnected before step 4|0 disconnected before step 5) was complete")
+_LEFT = re.compile(
+    r"round-aborted: rank (1 disconnected before step 4 was complete; the last step that it began to save was 5"
+    r"|0 disconnected before step 5 was complete; the last step that it began to save was 4)"
+)
 _LAST = re.compile("step 4 by rank 0|step 5 by rank 1")  # either has come back first
 
 

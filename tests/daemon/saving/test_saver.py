@@ -56,6 +56,18 @@ def test_a_rank_that_is_gone_ends_the_round_for_all() -> None:
         assert world.committed() == [] and world.tier.list(f"{RUN}/{naming.STAGING}") == []
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_a_rank_that_is_gone_is_named_with_another_step_that_it_began(other: bool) -> None:
+    with saver_world() as world:
+        first, second = world.launch(2)
+        first.save(4)
+        second.lease(5 if other else 4)
+        second.leave()
+        said = first.wait(4).problem["detail"]
+        assert said.startswith("rank 1 disconnected before step 4 was complete")
+        assert said.endswith("; the last step that it began to save was 5") == other
+
+
 def lease_late(world: SaverWorld, rank: Rank) -> None:
     """Another one has died, and this one hears of it when it leases."""
     with pytest.raises(RoundAborted):

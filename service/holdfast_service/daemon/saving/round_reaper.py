@@ -39,7 +39,9 @@ class RoundReaper:
                 continue
             alone = not present and not self._active.is_part(current)
             if not current.complete and (alone or who.rank not in current.sealed):
-                error = RoundAborted(f"rank {who.rank} disconnected before step {current.key.step} was complete")
+                step, last = current.key.step, who.newest
+                other = "" if last in (None, step) else f"; the last step that it began to save was {last}"
+                error = RoundAborted(f"rank {who.rank} disconnected before step {step} was complete{other}")
                 self._rounds.abort(current, error)
 
     def end_if_never_complete(self, current: SaveRound) -> bool:
