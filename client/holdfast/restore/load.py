@@ -29,6 +29,7 @@ from holdfast.state.masters import Masters
 from holdfast.state.train_state import OfferedLeaves, TrainState
 from holdfast.tensors.casting import check as check_casts
 from holdfast.tensors.casting import leaves_apart
+from holdfast.tensors.device_meshes import KnownMesh
 from holdfast.tensors.leaves import Key, Leaf, covers, is_ignored
 from holdfast.tensors.live_pieces import LivePiece
 from holdfast.tensors.matching import LISTED_MAX, MatchedLeaves
@@ -140,7 +141,8 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     _, launch, session, state, average = rank
     reader.cores, reader.peers = _own_cores(), launch.peers
     layout = None if state.declared is None else state.declared.layout
-    own = state_of_rank(reader.contents, reader.state, launch.rank, state.mesh, state.mesh_of_tensors())
+    derived = state.mesh_of_tensors() if launch.world > 1 else KnownMesh(None)  # a single rank is rank 0
+    own = state_of_rank(reader.contents, reader.state, launch.rank, state.mesh, derived)
     config = None if layout is None else rules_choice.config_of(reader)
     stored = _stored(reader.contents, own, config)._replace(imported=state_json.source_of(reader.state) is not None)
     left_out_notes = _left_out_notes(wanted.exclude, stored, state.groups())

@@ -191,9 +191,7 @@ class TrainState:
         return self._parts().groups
 
     def mesh_of_tensors(self) -> KnownMesh:
-        """How the ranks are arranged, as far as the device mesh of the state's DTensors tells; a single rank is rank 0."""
-        if self.world == 1:
-            return KnownMesh(None)
+        """How the ranks are arranged, as far as the device mesh of the state's DTensors tells."""
         modules = chain.from_iterable(map(modules_of, self.state.values()))
         fully_sharded = any(hasattr(inner, "_get_fsdp_state") for module in modules for inner in module.modules())
         values = (value for part in self._parts().named for value in part.state.tensors.values())
