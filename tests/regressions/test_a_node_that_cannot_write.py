@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -130,7 +131,9 @@ def test_a_helper_whose_disk_is_full_too(site: Site) -> None:
             wait_until(lambda: (connection.execute(written).fetchone() or [0])[0] == 1)
         with cannot_write(a, b):
             for ticket in tickets:
-                with pytest.raises(StorageFailed, match=r"^on node b: .*; on node a: .*, which was to write") as failed:
+                with pytest.raises(
+                    StorageFailed, match=r"^on node b: .*; on node a: .*, while it wrote that share"
+                ) as failed:
                     ticket.result(180)
                 assert (failed.value.members["node"], failed.value.members["helper"]) == ("b", "a")
         is_committed(site, world, world.save(3), 3)
@@ -163,15 +166,15 @@ def test_a_daemon_is_killed_while_a_share_is_handed_over(site: Site, victim: str
 
 @pytest.mark.cluster
 def test_a_node_stands_still_after_it_has_asked(site: Site) -> None:
-    """SIGSTOP: its slots are read once it goes on."""
+    """SIGSTOP, while the other one reads its slots, which takes seconds; the helper's own share needs them before."""
     a, b = site.start("a", *SLOW), site.start("b")
     with ranks("run", [a, b], "first") as world:
         is_written(world, 1)
         with cannot_write(b):
             tickets = world.save(2, wait=None)
-            wait_until_asked(site)
+            wait_until_asked(site, "helper")
         b.freeze()
-        wait_until_asked(site, "helper")
+        time.sleep(1)
         b.thaw()
         is_committed(site, world, tickets, 2)
 
