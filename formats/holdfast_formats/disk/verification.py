@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple, Self, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import msgspec
 import numpy as np
@@ -23,6 +23,9 @@ from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent, FileEntry,
 from holdfast_formats.disk.packing import FORMAT_METADATA
 from holdfast_formats.disk.safetensors import TensorColumns
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _HINT = "restore another step; `holdfast verify` lists every damaged range"
 _NAMED_TENSORS_MAX = 3
