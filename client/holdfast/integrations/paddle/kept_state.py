@@ -120,8 +120,9 @@ class KeptState:
     def unchanged(self) -> bool:
         """Whether `state` would return what it has returned last, with the numbers of steps as they are now."""
         found = self._found
-        held = found is not None and found.holds(self.places(), self._sharding.groups(), self._mappings())
-        return held and found is not None and self._store_all(found) == self._counted
+        if found is None or not found.holds(self.places(), self._sharding.groups(), self._mappings()):
+            return False
+        return self._store_all(found) == self._counted
 
     def state(self) -> dict[str, dict[str, Any]]:
         """By stored name and key, the identical objects as long as nothing but values changes. `InvalidRequest` for state of
