@@ -21,7 +21,17 @@ from holdfast_formats.errors import InvalidRequest, StateMismatch
 Hyper = Mapping[str, Any]
 LISTED_MAX = 20
 # They say how a step is computed, not what was trained: the live optimizer keeps its own.
-IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+IMPLEMENTATION = frozenset(
+    {
+        "params",
+        "param_names",
+        "foreach",
+        "fused",
+        "capturable",
+        "differentiable",
+        "is_expert_parallel",  # Megatron's: whether this layout divides the group's experts among ranks
+    }
+)
 # A schedule moves these. Where it has noted what it began with, that is what the user gave.
 _MOVED = {
     "lr": ("initial_lr",),
@@ -94,6 +104,9 @@ def chosen(of: LiveGroups, document: Mapping[str, Any], plan: PartPlan, selectio
         where = f"{of.key}.param_groups[{position}]"
         groups = {id(by_name[name]): by_name[name] for name in names if name in by_name}.values()
         hypers = [_taken(of.key, group, selection) for group in groups]
+        if not live.keys() - IMPLEMENTATION:  # those of other ranks, whose groups take them
+            chosen_values.append(hypers[0] if len(hypers) == 1 else {})
+            continue
         if not hypers and names:
             text = f"{where}: none of its parameters is in the checkpoint, so its hyper-parameters are unchanged"
             plan.notes.append(LeftOutNote(text))

@@ -310,6 +310,42 @@ def test_a_master_of_other_elements_is_not_set_from_a_weight_of_its_shape():
     assert torch.equal(master.tensor, torch.full((6,), -1.0))
 
 
+class Groups:
+    """An optimizer with these groups, which `install` changes."""
+
+    def __init__(self, *groups: dict[str, Any]) -> None:
+        self.groups = list(groups)
+        self.kept = {name: {"exp_avg": torch.zeros(2)} for group in groups for name in group["params"]}
+        self.shards = OptimizerShards(groups=lambda: self.groups, state=lambda: self.kept, install=self.install)
+
+    def install(self, groups: list[dict[str, Any]], values: dict[str, dict[str, Any]]) -> None:
+        for live, restored in zip(self.groups, groups, strict=True):
+            live.update(restored)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": {name: torch.ones(2) for name in self.kept}, "optim": self.shards}
+
+
+def test_a_group_without_hyper_parameters_takes_parameters_of_groups_that_differ():
+    """As Megatron's adapter lists what other ranks step: their own groups take the hyper-parameters."""
+    checkpoint = save(Groups({"params": ["a", "c"], "weight_decay": 0.5}, {"params": ["b", "d"], "weight_decay": 0.0}).state)
+    live = Groups({"params": ["a"], "weight_decay": 0.1}, {"params": ["b"], "weight_decay": 0.1}, {"params": ["c", "d"]})
+    restore(checkpoint, live.state)
+    assert [group.get("weight_decay") for group in live.groups] == [0.5, 0.0, None]
+    other = Groups({"params": ["a", "b"], "weight_decay": 0.1}, {"params": ["c", "d"]})
+    with pytest.raises(StateMismatch, match="saved in groups that differ in weight_decay"):
+        restore(checkpoint, other.state)
+
+
+def test_groups_of_megatron_that_differ_in_the_layout_become_one():
+    """Experts that ranks divide are a group of their own, and those of one rank are with all others."""
+    expert, plain = ({"lr": 0.5, "is_expert_parallel": whether} for whether in (True, False))
+    live = Groups({"params": ["a", "b"], "lr": 0.1, "is_expert_parallel": False})
+    restore(save(Groups({"params": ["a"], **plain}, {"params": ["b"], **expert}).state), live.state)
+    assert live.groups == [{"params": ["a", "b"], "lr": 0.5, "is_expert_parallel": False}]
+
+
 def test_an_adapter_that_says_what_is_unchanged_is_not_read_again():
     """Of a save's state, other values of a tensor and other groups are as always; other tensors are seen if it says so."""
     weight, kept, asked, groups = torch.ones(4), {"w": {"exp_avg": torch.zeros(4)}}, [], [{"params": ["w"], "lr": 0.5}]
