@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
-    import tomllib
+    import tomllib  # noqa: TID251
 else:
     import tomli as tomllib
 

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 if sys.version_info >= (3, 11):
-    import tomllib
+    import tomllib  # noqa: TID251
 else:
     import tomli as tomllib
 
