@@ -19,7 +19,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import botocore.session
 import pytest
 
 from holdfast.demo import seaweedfs as seaweedfs_program
@@ -31,8 +30,17 @@ START_TIMEOUT_S = 240.0
 PAUSE_S = 0.1
 STARTS_MAX = 5  # a port may be taken by another tester between the look at it and the start
 _numbers = count()
-# Each session reads botocore's models again, which is most of what opening a bucket costs: here all sessions share them.
-botocore.session.create_loader = cache(botocore.session.create_loader)
+
+
+@cache
+def _share_models() -> None:
+    """Let all of botocore's sessions share its models: each reads them again otherwise, most of what opening a bucket costs.
+
+    botocore is imported here, since every test imports this module, and an environment without botocore runs some of them.
+    """
+    import botocore.session
+
+    botocore.session.create_loader = cache(botocore.session.create_loader)
 
 
 class BucketServer:
@@ -40,6 +48,7 @@ class BucketServer:
 
     def __init__(self, kind: str, endpoint: str, make_user: Callable[[str, str, str], object] | None = None) -> None:
         """`make_user` makes another user who may do nothing, by name, key and secret, where the server has users."""
+        _share_models()
         self.kind, self.endpoint, self.make_user = kind, endpoint, make_user
 
     def environment(self, endpoint: str | None = None) -> dict[str, str]:
