@@ -146,6 +146,7 @@ def value_of(state: Made, setting: str) -> Any:
     return {one.name: one.value for one in settings(scheduler, scheduler.state_dict())}[setting]
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # of SequentialLR in older versions of torch
 @pytest.mark.parametrize("setting", SCHEDULES)
 def test_a_longer_schedule_is_replaced_with_a_note_or_kept(setting: str) -> None:
     """A schedule for more steps than the checkpoint's: named with the line that keeps it, and kept by that line."""

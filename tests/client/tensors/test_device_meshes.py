@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast import Checkpointer, Fragment
 from holdfast.tensors.device_meshes import KnownMesh, mesh_of
@@ -15,6 +17,9 @@ from tests.daemons import RunningDaemon
 from tests.torchruns import launch
 
 
+@pytest.mark.skipif(
+    not hasattr(DeviceMesh, "_get_root_mesh"), reason="this torch does not tell the mesh of which a mesh is a part"
+)
 def test_ranks_of_one_tensor_draw_the_same(daemon: RunningDaemon, tmp_path: Path) -> None:
     """New ranks of a tensor-parallel group share their streams and rows, replicas do not; each row goes on where it was when
     the groups become single ranks. Dimensions of unknown names are told.
